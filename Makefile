@@ -1,0 +1,36 @@
+# Two commands for users: `make demo` and `make test`. The rest is for those who keep the fork.
+SHELL := bash
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+
+.PHONY: help setup venv demo test lint lock clean
+
+help:
+	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
+	@echo "make test    set everything up, then run the tests"
+	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
+	@echo "make lint    ruff, mypy, shellcheck"
+	@echo "make lock    rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
+
+setup:
+	@bash tools/setup/setup.sh all
+
+venv:
+	@bash tools/setup/setup.sh venv
+
+demo: setup
+	@bash examples/moe/quickstart.sh
+
+test: setup lint
+	@$(PY) -m pytest tests -m "not gpu and not nightly and not ranks"
+
+lint: venv
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/shellcheck $$(git ls-files -co --exclude-standard '*.sh' '*.sbatch' .ci/run)
+
+lock:
+	@$(PY) tools/setup/lock.py
+
+clean:
+	rm -rf build .venv

@@ -1,0 +1,60 @@
+"""`megatron-moe`: one command, one verb a room.
+
+A room that offers a verb has a module with `add_arguments(parser)` and `run(args) -> int`. Only the chosen verb's
+module is imported, so that `megatron-moe plan` works where torch does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from dataclasses import dataclass
+
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb of the command: the module that answers and its line in the help."""
+
+    module: str
+    summary: str
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb("megatron_ext.runtime.cli", "start one rank's training under patched Megatron"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `megatron-moe`; return the exit status (0 good, 1 the thing asked about is wrong, 64 usage)."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0 if words else 64
+    verb = VERBS.get(name)
+    if verb is None:
+        print(f"error: no verb {name!r}\n\n{_help()}", file=sys.stderr)
+        return 64
+    parser = argparse.ArgumentParser(prog=f"megatron-moe {name}", description=verb.summary)
+    try:
+        room = importlib.import_module(verb.module)
+        room.add_arguments(parser)
+        return int(room.run(parser.parse_args(words[1:])))
+    except UserError as error:
+        print(error.text(), file=sys.stderr)
+        return error.exit_code
+    except SystemExit as stop:
+        # argparse exits with 2 on wrong usage; the house uses 64 for that and keeps 2 for "could not check".
+        return 64 if stop.code == 2 else int(stop.code or 0)
+
+
+def _help() -> str:
+    rows = "\n".join(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items())
+    return f"usage: megatron-moe VERB ...\n\n{rows}\n\nEvery verb has --help."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes everything that `make demo` and `make test` need, inside the checkout; a second run finds it done.
+# Usage: setup.sh [venv|tree|all]        (default all)
+#   venv   .venv with the locked packages and the two commands
+#   tree   build/megatron: fetched, verified, patched; its dataset helper compiled
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+what=${1:-all}
+lock=tools/requirements/dev.txt
+say() { echo "[setup] $*"; }
+
+make_venv() {
+  local want have
+  want=$(cat "$lock" tools/requirements/bootstrap.txt pyproject.toml | sha256sum | cut -d' ' -f1)
+  have=$(cat .venv/.locked 2>/dev/null || true)
+  if [ "$want" = "$have" ] && .venv/bin/python -c '' 2>/dev/null; then say "venv: up to date"; return; fi
+  local python
+  python=$(bash tools/setup/find_python.sh)
+  say "venv: $("$python" --version) from $python"
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r tools/requirements/bootstrap.txt
+  say "venv: installing the locked packages (about 5 GB of torch and CUDA libraries the first time)"
+  # uv links from its cache instead of copying, so a warm cache makes this seconds.
+  .venv/bin/uv pip sync -q --python .venv/bin/python --require-hashes "$lock"
+  .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r tools/requirements/bootstrap.txt
+  .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e .
+  # The patched Megatron goes first on the path; a plain file keeps it visible to every tool.
+  .venv/bin/python - <<'PY'
+import pathlib, sysconfig
+site = pathlib.Path(sysconfig.get_path("purelib"))
+(site / "_megatron_patched.pth").write_text(f"{pathlib.Path.cwd() / 'build' / 'megatron'}\n")
+PY
+  echo "$want" > .venv/.locked
+}
+
+make_tree() {
+  .venv/bin/python -m tools.mpatch apply
+  .venv/bin/python tools/setup/build_helpers.py
+}
+
+case $what in
+  venv) make_venv ;;
+  tree) make_tree ;;
+  all) make_venv; make_tree ;;
+  *) sed -n '2,5p' "$0" >&2; exit 64 ;;
+esac
