@@ -1,0 +1,1 @@
+"""Training under patched Megatron: the device, the entry point, the hooks."""

@@ -1,0 +1,88 @@
+"""What can be known to be wrong before Megatron starts: said once, with the remedy, and before anything is written."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+
+# Megatron's dist checkpoints record their newest iteration here.
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def check_before_start(args: Namespace) -> None:
+    """Check flags against each other and against the files they name.
+
+    Args:
+        args: Megatron's parsed arguments, before its own validation.
+
+    Raises:
+        UserError: The first fault met.
+    """
+    _check_experts(args)
+    _check_dataset_helper()
+    if args.moe_use_upcycling:
+        _check_upcycling_folders(args)
+
+
+def _check_experts(args: Namespace) -> None:
+    if not args.num_experts:
+        return
+    expert_parallel = args.expert_model_parallel_size
+    if args.num_experts % expert_parallel:
+        raise UserError(
+            "the experts cannot be divided evenly over the expert-parallel ranks",
+            where=f"--num-experts {args.num_experts}, --expert-model-parallel-size {expert_parallel}",
+            why=f"{args.num_experts} is not a multiple of {expert_parallel}",
+            remedy=f"pass --expert-model-parallel-size {_largest_divisor(args.num_experts, expert_parallel)}, or a "
+            f"--num-experts that is a multiple of {expert_parallel}",
+        )
+    if args.moe_router_topk > args.num_experts:
+        raise UserError(
+            "a token cannot choose more experts than there are",
+            where=f"--moe-router-topk {args.moe_router_topk}, --num-experts {args.num_experts}",
+            remedy=f"pass --moe-router-topk {args.num_experts} or less",
+        )
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(size for size in range(1, at_most + 1) if number % size == 0)
+
+
+def _check_dataset_helper() -> None:
+    import megatron.core.datasets as datasets
+
+    folder = Path(next(iter(datasets.__path__)))
+    if not list(folder.glob("helpers_cpp*.so")):
+        raise UserError(
+            "Megatron's dataset helper is not compiled",
+            where=str(folder),
+            why="it is built once at set-up, never at the start of training",
+            remedy="run `make setup` (needs a C++ compiler)",
+        )
+
+
+def _check_upcycling_folders(args: Namespace) -> None:
+    if args.save is None or args.load is None:
+        raise UserError(
+            "upcycling reads a dense checkpoint and writes an MoE one",
+            where=f"--load {args.load}, --save {args.save}",
+            remedy="pass --load DENSE_CHECKPOINT and --save NEW_FOLDER",
+        )
+    if not (Path(args.load) / TRACKER).is_file():
+        raise UserError(
+            "there is no checkpoint to upcycle",
+            where=f"--load {args.load}",
+            why=f"{os.path.join(args.load, TRACKER)} does not exist; Megatron would upcycle random weights",
+            remedy="give the folder that the dense run saved to (its --save)",
+        )
+    if (Path(args.save) / TRACKER).is_file():
+        raise UserError(
+            "the folder for the upcycled checkpoint already holds a checkpoint",
+            where=f"--save {args.save}",
+            why="upcycling is the first step of a new run; going on would mix two runs",
+            remedy="to continue that run drop --moe-use-upcycling and pass --load with the same folder; to upcycle "
+            "again give another --save",
+        )

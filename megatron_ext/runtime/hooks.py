@@ -1,0 +1,99 @@
+"""The one place where patched Megatron calls into this distribution (patches/hooks/*).
+
+Each function here is called from one line of upstream. It knows which room answers and none of the formulas. Without a
+run directory every call does nothing, so stock entry scripts run as they did. A room that fails after the start is
+turned off with one warning: instruments never take a run down.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CALL_SITES = "patches/hooks/call-sites.patch"
+
+
+@dataclass
+class _Session:
+    """What this process has attached: the run's writer (one rank) and the monitor (all ranks)."""
+
+    writer: Any = None
+    monitor: Any = None
+    model_built: bool = False
+
+
+_session = _Session()
+
+
+def wrap_summary_writer(writer: Any, args: Namespace) -> Any:
+    """Return the summary writer that Megatron shall use: one that also feeds the run directory, on the writing rank.
+
+    Args:
+        writer: Megatron's own SummaryWriter, or None.
+        args: Megatron's arguments, validated.
+    """
+    run_dir = getattr(args, "moe_ext_run_dir", None) or os.environ.get("MOE_EXT_RUN_DIR")
+    if not run_dir:
+        return writer
+    args.moe_ext_run_dir = run_dir
+    from megatron_ext import tracking
+    from megatron_ext.pins import load_pins
+
+    _session.writer = tracking.RunWriter.from_args(args, load_pins())
+    return writer if _session.writer is None else tracking.TeeSummaryWriter(_session.writer, writer)
+
+
+def model_built(model: list[Any], args: Namespace) -> None:
+    """Attach the instruments to the model chunks of this rank, before the optimizer is built.
+
+    Raises:
+        UserError: An instrument that was asked for found nothing to attach to.
+    """
+    _session.model_built = True
+    if not getattr(args, "moe_ext_run_dir", None):
+        return
+    from megatron_ext import observe
+
+    _session.monitor = observe.Monitor.from_args(args, _session.writer)
+    if _session.monitor is not None:
+        _session.monitor.attach(model)
+
+
+def batch_read(sample: Mapping[str, Any]) -> None:
+    """Show the instruments a micro-batch as the data loader gave it (our own entry point calls this)."""
+    if _session.monitor is not None and "dataset_id" in sample:
+        _guarded("batch_read", lambda: _session.monitor.note_batch(sample["dataset_id"]))
+
+
+def step_end(iteration: int) -> None:
+    """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
+    if _session.monitor is not None:
+        _guarded("step_end", lambda: _session.monitor.step_end(iteration))
+
+
+def close() -> None:
+    """Flush and close the run's writer; safe to call twice."""
+    if _session.writer is not None:
+        _session.writer.close()
+        _session.writer = None
+
+
+def require_model_built() -> None:
+    """Raise where a training step runs though Megatron never called `model_built`: the patch is missing."""
+    if not _session.model_built:
+        raise RuntimeError(
+            f"patched Megatron did not call megatron_ext after building the model ({CALL_SITES} is missing or its "
+            "place has moved); run `python -m tools.mpatch doctor`"
+        )
+
+
+def _guarded(name: str, call: Any) -> None:
+    try:
+        call()
+    except Exception as error:
+        _session.monitor = None
+        warnings.warn(f"the monitor failed in {name} and is off for the rest of the run: {error!r}", stacklevel=2)

@@ -1,0 +1,126 @@
+"""The training entry point: one rank of Megatron's own `pretrain`, with our flags, checks and hooks around it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from megatron_ext.errors import UserError
+from megatron_ext.runtime import cpu, device, hooks
+
+# Subjects of upstream's pretrain_gpt.py that this entry point leaves to it.
+_NOT_HERE = {
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "logits_load_dir": "--logits-load-dir",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path",
+}
+
+
+def train(flags: Sequence[str], *, asked_device: str) -> None:
+    """Train one rank, as `torchrun` starts it, until Megatron returns.
+
+    Args:
+        flags: Megatron's flags and our `--moe-ext-*`, as given.
+        asked_device: `auto`, `cuda` or `cpu`.
+
+    Raises:
+        UserError: Flags that cannot work here, with the remedy; before anything is written.
+    """
+    choice = _choose(asked_device)
+    if choice.device == "cpu":
+        cpu.install()
+    added = device.flags_for(choice.device, flags)
+    sys.argv = ["megatron-moe train", *flags, *(word for flag in added for word in flag.words)]
+    args = _parse(choice.device)
+    if args.rank == 0:
+        _announce(choice, added)
+    _pretrain(args)
+
+
+def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
+    for name in ("tracking", "observe", "data"):
+        if importlib.util.find_spec(f"megatron_ext.{name}"):
+            importlib.import_module(f"megatron_ext.{name}").add_arguments(parser)
+    return parser
+
+
+def _choose(asked: str) -> device.DeviceChoice:
+    import torch
+
+    try:
+        gpus, problem = torch.cuda.device_count(), ""
+        if asked == "cuda" and not gpus:
+            torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        gpus, problem = 0, str(error)
+    return device.choose_device(asked, gpus=gpus, probe_error=problem)
+
+
+def _parse(chosen: device.Device) -> Namespace:
+    from megatron.training.arguments import parse_and_validate_args, parse_args
+
+    from megatron_ext.runtime import checks
+
+    raw = parse_args(add_extra_arguments)
+    for name, flag in _NOT_HERE.items():
+        if getattr(raw, name, None):
+            raise UserError(
+                "this entry point does not do this",
+                where=flag,
+                remedy="use upstream's pretrain_gpt.py with build/megatron on PYTHONPATH; the hooks work there too",
+            )
+    if chosen == "cpu":
+        device.refuse_on_cpu(raw)
+    else:
+        device.refuse_without_te(raw)
+    checks.check_before_start(raw)
+    try:
+        return parse_and_validate_args(add_extra_arguments)
+    except (AssertionError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            "Megatron refuses this combination of flags",
+            where=_place(error),
+            why=str(error) or "an assertion without a message",
+            remedy="change the flag that the message names; `megatron-moe train -- --help` lists all",
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+
+
+def _announce(choice: device.DeviceChoice, added: Sequence[device.AddedFlag]) -> None:
+    print(f"[moe] device: {choice.device} ({choice.reason})", flush=True)
+    for flag in added:
+        print(f"[moe] added {' '.join(flag.words)}: {flag.reason}", flush=True)
+
+
+def _pretrain(args: Namespace) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron_ext.runtime import batch
+
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+            batch.build_datasets,
+            ModelType.encoder_or_decoder,
+            batch.forward_step,
+            get_embedding_ranks=batch.embedding_ranks,
+        )
+    finally:
+        hooks.close()
