@@ -28,9 +28,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # With TP or CP above 1, Megatron insists on this for GPUs older than compute capability 10.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-import torch  # noqa: E402  (the variables above are read when torch is imported)
-import torch.distributed as dist  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -66,7 +66,7 @@ def _without_compilation() -> None:
     def identity(model: Callable | None = None, **options: object) -> Any:
         return (lambda function: function) if model is None else model
 
-    torch.compile = identity  # type: ignore[assignment]
+    torch.compile = identity
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
