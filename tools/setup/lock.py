@@ -1,6 +1,6 @@
 """Rewrite the hashed requirement files from pyproject.toml's names and upstream.toml's pins.
 
-Usage: .venv/bin/python tools/setup/lock.py [--check]     (needs uv, which bootstrap.txt installs, and a package index)
+Usage: .venv/bin/python tools/setup/lock.py     (needs uv, which bootstrap.txt installs, and a package index)
 
 No address is written: the files name versions and hashes, and each user's own index serves them.
 """
@@ -16,8 +16,9 @@ from tools.mpatch.pins import load_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "tools" / "requirements"
-# Exact versions that upstream's own style check uses; see tools/mpatch (upstream-prep).
-STYLE_PINS = ("isort==5.13.2", "black==26.*")
+# Beside the development extra: bokeh (the report's interactive plots are tested with it), pip (mpatch asks it for the
+# configured index), and the exact versions that upstream's own style check uses (mpatch upstream-prep).
+DEV_ALSO = ("bokeh", "pip", "isort==5.13.2", "black==26.*")
 
 
 def main() -> int:
@@ -26,7 +27,7 @@ def main() -> int:
     packages = load_pins(ROOT / "upstream.toml").packages
     train = [f"{name}=={packages[name]}" if name in packages else name for name in project["dependencies"]]
     # Not every platform's torch brings setuptools, and torch.utils needs it at run time.
-    dev = [*train, *project["optional-dependencies"]["dev"], *STYLE_PINS]
+    dev = [*train, *project["optional-dependencies"]["dev"], *DEV_ALSO]
     _compile(train, OUT / "train.txt")
     _compile(dev, OUT / "dev.txt")
     _compile(["uv"], OUT / "bootstrap.txt")
@@ -34,8 +35,22 @@ def main() -> int:
 
 
 def _compile(names: list[str], target: Path) -> None:
-    command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.12", "--generate-hashes",
-               "--no-header", "--no-emit-index-url", "--no-emit-find-links", "-", "--output-file", str(target)]
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--universal",
+        "--python-version",
+        "3.12",
+        "--generate-hashes",
+        "--no-header",
+        "--no-emit-index-url",
+        "--no-emit-find-links",
+        "-",
+        "--output-file",
+        str(target),
+    ]
     uv = Path(sys.executable).with_name("uv")
     command[0] = str(uv) if uv.exists() else "uv"
     subprocess.run(command, input="\n".join(names) + "\n", text=True, check=True, cwd=ROOT)

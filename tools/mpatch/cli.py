@@ -1,0 +1,215 @@
+"""The command line: one small class a verb, one answer, printed for people or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tools.mpatch import apply, edit, listing, sources
+from tools.mpatch.checkout import Checkout, find_checkout
+from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
+from tools.mpatch.output import Answer
+
+Options = argparse.Namespace
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb: its line in the help, its own options, and what it does."""
+
+    summary: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Checkout, Options], Answer]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 on wrong usage; the house uses 64 and keeps 2 for "could not check"."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and what was wrong."""
+        self.print_usage(sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+
+
+def _source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", default="", help="a base of upstream.toml (default: default_base)")
+    parser.add_argument(
+        "--offline", type=Path, metavar="DIR", help="take the sdist from this folder, ask no index"
+    )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        default="",
+        metavar="CLONE",
+        help="take a git base from this clone or address",
+    )
+
+
+def _apply_options(parser: argparse.ArgumentParser) -> None:
+    _source_options(parser)
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the tree's foreign edits there, then go on"
+    )
+    parser.add_argument("--discard", action="store_true", help="throw the tree's foreign edits away")
+
+
+def _fetch(checkout: Checkout, options: Options) -> Answer:
+    base = checkout.pins().base(options.base)
+    with apply.working(checkout, "fetch"):
+        got = sources.fetch(
+            checkout, base, offline=options.offline, origin=options.origin, progress=_progress()
+        )
+    word = "verified" if got.checked else "unchecked: no tree id is pinned"
+    return Answer(
+        [f"{base.name}: {base.describe()}, tree {got.tree} ({word}), from {got.source}"],
+        {"base": base.name, "tree": got.tree, "source": got.source, "checked": got.checked},
+    )
+
+
+def _apply(checkout: Checkout, options: Options) -> Answer:
+    return apply.apply(
+        checkout,
+        base_name=options.base,
+        offline=options.offline,
+        origin=options.origin,
+        save=options.save,
+        discard=options.discard,
+        progress=_progress(),
+    )
+
+
+def _new_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug", metavar="TOPIC/SLUG")
+    parser.add_argument(
+        "--after", default="", metavar="SLUG", help="put it after this patch instead of on top"
+    )
+    parser.add_argument(
+        "--message", type=Path, metavar="FILE", help="subject, body and trailers (- reads stdin)"
+    )
+
+
+def _refresh_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "slug", nargs="?", default="", help="the patch that gets the changes (default: the open one)"
+    )
+    parser.add_argument("--message", type=Path, metavar="FILE", help="a new message (- reads stdin)")
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            "the message cannot be read",
+            where=str(path),
+            why=str(error.strerror),
+            remedy="mpatch show SLUG --message prints one to start from",
+        ) from None
+
+
+def _show_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug")
+    parser.add_argument(
+        "--message", action="store_true", help="only the message, as --message of refresh takes it"
+    )
+
+
+def _drop_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug")
+    parser.add_argument("--because", required=True, help="why it goes; belongs into the commit message")
+
+
+def _slug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug")
+
+
+def _list_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write-readme", action="store_true", help="write patches/README.md")
+
+
+def _none(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+VERBS: dict[str, Verb] = {
+    "fetch": Verb("bring a base here and verify it", _source_options, _fetch),
+    "apply": Verb("make build/megatron: the base with the whole series", _apply_options, _apply),
+    "status": Verb("what is pinned, what is in the tree", _none, lambda c, o: apply.status(c)),
+    "verify": Verb("prove every file before and after each patch", _none, lambda c, o: apply.verify(c)),
+    "list": Verb("the series, with its budget", _list_options, lambda c, o: listing.list_(c, o.write_readme)),
+    "show": Verb("one patch", _show_options, lambda c, o: listing.show(c, o.slug, o.message)),
+    "new": Verb(
+        "open an empty patch",
+        _new_options,
+        lambda c, o: edit.new(c, o.slug, after=o.after, text=_text(o.message)),
+    ),
+    "edit": Verb("open the tree at a patch's place", _slug, lambda c, o: edit.edit(c, o.slug)),
+    "refresh": Verb(
+        "write the tree's changes into the open patch, and rewrite all after it",
+        _refresh_options,
+        lambda c, o: edit.refresh(c, o.slug, text=_text(o.message)),
+    ),
+    "drop": Verb(
+        "take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)
+    ),
+}
+
+
+def _progress() -> Callable[[int, int], None] | None:
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done >= total else ""
+        print(f"\rdownload {done / 1e6:.1f} of {total / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the whole command line."""
+    top = _Parser(
+        prog="mpatch",
+        description="The patch queue: a pinned Megatron plus patches/ gives build/megatron.",
+        epilog="Exit codes: 0 good, 1 a patch is wrong, 2 could not check, 64 usage.",
+    )
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, verb in VERBS.items():
+        one = verbs.add_parser(name, help=verb.summary, description=verb.summary)
+        one.add_argument("--json", action="store_true", help="print the answer as JSON")
+        one.add_argument(
+            "--root", metavar="DIR", help="the checkout (default: the one around the current folder)"
+        )
+        verb.options(one)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mpatch`; return the exit status."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        answer = VERBS[options.verb].run(find_checkout(options.root), options)
+    except MpatchError as error:
+        if options.json:
+            print(json.dumps(error.record(), indent=2))
+        print(error.text(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing is half applied", file=sys.stderr)
+        return 130
+    try:
+        print(json.dumps(answer.data, indent=2) if options.json else "\n".join(answer.lines), flush=True)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader (head, grep -q) has seen enough
+    return answer.exit_code
