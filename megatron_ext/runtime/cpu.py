@@ -66,7 +66,7 @@ def _without_compilation() -> None:
     def identity(model: Callable | None = None, **options: object) -> Any:
         return (lambda function: function) if model is None else model
 
-    torch.compile = identity  # type: ignore[assignment]
+    torch.compile = identity
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
