@@ -1,0 +1,202 @@
+"""One random mixture of experts per seed, known to every rank, and the check of a dispatcher against the dense one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ext.dispatch.autograd import combine, dispatch, from_experts, to_experts
+from megatron_ext.dispatch.engine import Engine
+from megatron_ext.dispatch.layout import Layout
+from megatron_ext.dispatch.reference import dense_moe
+from megatron_ext.dispatch.routing import sort_choices
+from megatron_ext.dispatch.transport import Groups, make_groups
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `tokens` has one number a rank; `empty` is the share of choices left out (capacity drops);
+    `skew` sends most choices to the first experts; `align` pads each expert's rows."""
+
+    seed: int
+    ep: int
+    ranks_per_node: int
+    num_local_experts: int
+    top_k: int
+    hidden: int
+    tokens: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    empty: float = 0.0
+    skew: bool = False
+    align: int = 0
+    static: bool | None = None
+    two_hops: bool = True
+    recompute: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        return self.ep * self.num_local_experts
+
+
+def random_case(seed: int, ep: int) -> Case:
+    """Draw a shape; every seed gives the same on all ranks."""
+    draw = random.Random(seed * 1000 + ep)
+    num_experts = draw.choice([n for n in (8, 16, 32, 64, 128, 256) if n % ep == 0])
+    tokens = tuple(draw.choice([0, 1, 3, 8, 17]) for _ in range(ep))
+    static = draw.choice([None, True, False])
+    if static is not False:  # the static form needs one number, or a capacity
+        tokens = tuple(min(t, 8) for t in tokens)
+    return Case(
+        seed=seed,
+        ep=ep,
+        ranks_per_node=draw.choice([n for n in (1, 2, 4, 8) if n <= ep]),
+        num_local_experts=num_experts // ep,
+        top_k=draw.randint(1, min(8, num_experts)),
+        hidden=draw.choice([1, 4, 7, 16, 24]),
+        tokens=tokens,
+        dtype=draw.choice([torch.float32, torch.float32, torch.bfloat16]),
+        empty=draw.choice([0.0, 0.0, 0.3, 1.0]),
+        skew=draw.random() < 0.3,
+        align=draw.choice([0, 0, 16]),
+        static=static,
+        two_hops=draw.random() < 0.7,
+        recompute=draw.random() < 0.3,
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What all ranks hold: x, ids, weights and the output's gradient of every rank, and the experts' matrices."""
+
+    x: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    experts: Tensor
+
+
+def make_data(case: Case) -> Data:
+    made = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made)
+
+    ids, weights = [], []
+    for tokens in case.tokens:
+        score = torch.rand(tokens, case.num_experts, generator=made)
+        if case.skew:
+            score[:, : max(1, case.num_experts // 8)] += 0.7
+        chosen = score.topk(case.top_k, dim=1).indices
+        dropped = torch.rand(tokens, case.top_k, generator=made) < case.empty
+        order = torch.rand(tokens, case.top_k, generator=made).argsort(dim=1)
+        chosen = chosen.masked_fill(dropped, -1).gather(1, order)
+        weight = torch.rand(tokens, case.top_k, generator=made)
+        pair = sort_choices(chosen, weight)
+        ids.append(pair[0])
+        weights.append(pair[1])
+    hidden, num = case.hidden, case.num_experts
+    return Data(
+        [normal(t, hidden).to(case.dtype) for t in case.tokens],
+        ids,
+        weights,
+        [normal(t, hidden).to(case.dtype) for t in case.tokens],
+        (normal(num, hidden, hidden) / hidden**0.5).to(case.dtype),
+    )
+
+
+def run_dispatcher(case: Case, data: Data, rank: int, groups: Groups) -> list[Tensor]:
+    """Forward and both gradients through the dispatcher: output, grad of x, grad of weights, grad of experts."""
+    layout = Layout(case.ep, rank, case.num_local_experts, case.ranks_per_node)
+    engine = Engine(layout, groups, static=case.static, capacity=max(case.tokens))
+    first = rank * case.num_local_experts
+    x, weights = data.x[rank].clone().requires_grad_(), data.weights[rank].clone().requires_grad_()
+    mine = data.experts[first : first + case.num_local_experts].clone().requires_grad_()
+
+    def layer(x: Tensor, weights: Tensor, mine: Tensor) -> Tensor:
+        rows, row_weights, handle = dispatch(engine, x, data.ids[rank], weights)
+        out, flat, order, counts = to_experts(rows, row_weights, handle, align=case.align)
+        assert not case.align or (counts % case.align == 0).all()
+        parts = [
+            torch.tanh(part @ mine[e]) * w.unsqueeze(1).to(part.dtype)
+            for e, (part, w) in enumerate(
+                zip(out.split(counts.tolist()), flat.split(counts.tolist()), strict=True)
+            )
+        ]
+        return combine(engine, from_experts(torch.cat(parts), order, gaps=case.align > 1), handle)
+
+    if case.recompute:
+        result = checkpoint(layer, x, weights, mine, use_reentrant=False)
+    else:
+        result = layer(x, weights, mine)
+    result.backward(data.grads[rank])
+    return [result.detach(), x.grad, weights.grad, mine.grad]
+
+
+def run_dense(case: Case, data: Data) -> list[list[Tensor]]:
+    """The same in one process over all ranks' tokens, in fp32 (bf16 data cast up)."""
+    x = [t.float().requires_grad_() for t in data.x]
+    weights = [w.clone().requires_grad_() for w in data.weights]
+    experts = data.experts.float().requires_grad_()
+    out = dense_moe(
+        torch.cat(x),
+        torch.cat(data.ids),
+        torch.cat(weights),
+        lambda e, part: torch.tanh(part @ experts[e]),
+        case.num_experts,
+    )
+    if out.requires_grad:  # not when no token chose any expert
+        out.backward(torch.cat(data.grads).float())
+    parts = out.detach().split(list(case.tokens))
+    zero = torch.zeros_like(experts)
+    grads = experts.grad if experts.grad is not None else zero
+    per_rank = grads.split(case.num_local_experts)
+    return [
+        [parts[r], _grad(x[r]), _grad(weights[r]), per_rank[r]] for r in range(case.ep)
+    ]
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+
+
+def check_case(case: Case, rank: int, groups: Groups) -> None:
+    """Compare one rank of a case with the dense reference, and with a second run of itself bit for bit."""
+    data = make_data(case)
+    got, again = (run_dispatcher(case, data, rank, groups) for _ in range(2))
+    want = run_dense(case, data)[rank]
+    bound = 2e-6 if case.dtype == torch.float32 else 4e-2
+    for name, one, two, right in zip(("output", "grad x", "grad weights", "grad experts"), got, again, want, strict=True):
+        assert torch.equal(one, two), f"{case}: {name} differs when repeated"
+        gap = (one.float() - right).abs().max().item() if one.numel() else 0.0
+        scale = max(1.0, right.abs().max().item() if right.numel() else 1.0)
+        assert gap <= bound * scale, f"{case}: rank {rank}: {name} is off by {gap} at scale {scale}"
+
+
+def groups_for(case: Case, rank: int, world_group: object, cache: dict[tuple[int, bool], Groups]) -> Groups:
+    """Make (once) the groups of a node size."""
+    two_hops = case.two_hops
+    key = (case.ranks_per_node if two_hops else 0, two_hops)
+    if key not in cache:
+        layout = Layout(case.ep, rank, case.num_local_experts, case.ranks_per_node)
+        cache[key] = make_groups(layout, world_group, two_hops=two_hops)
+    return cache[key]
+
+
+def run_cases(rank: int, world: int, ep: int, seeds: list[int], changes: dict[str, object]) -> int:
+    """Run cases over groups of `ep` ranks out of `world`; group g runs seed + 1000 * g at the same time."""
+    starts = range(0, world, ep)
+    mine = None
+    for start in starts:
+        group = dist.new_group(list(range(start, start + ep)))
+        if start <= rank < start + ep:
+            mine = group
+    cache: dict[tuple[int, bool], Groups] = {}
+    for seed in seeds:
+        case = replace(random_case(seed + 1000 * (rank // ep), ep), **changes)
+        check_case(case, rank % ep, groups_for(case, rank % ep, mine, cache))
+    return len(seeds) * len(starts)
