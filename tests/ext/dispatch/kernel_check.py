@@ -1,0 +1,74 @@
+"""Compare the Triton kernels with the torch path over random shapes, on the device named: `cuda`, or `cpu` interpreted.
+
+Prints how many cases were equal, bit for bit; exits 1 with the first that is not.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+
+from megatron_ext.dispatch import kernels, rows
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def random_slots(draw: random.Random, tokens: int, top_k: int) -> tuple[torch.Tensor, int]:
+    """A table in which every slot is used once, about a third of the places empty."""
+    places = [(t, k) for t in range(tokens) for k in range(top_k) if draw.random() > 0.35]
+    numbers = list(range(len(places)))
+    draw.shuffle(numbers)
+    slots = torch.full((tokens, top_k), -1, dtype=torch.int32)
+    for (t, k), number in zip(places, numbers, strict=True):
+        slots[t, k] = number
+    return slots, len(places)
+
+
+def buffer(count: int, width: int, pitch: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows of `width` values, `pitch` apart: a packed row is wider than its hidden values."""
+    shape = (max(count, 1), pitch)
+    if device == "cpu" and dtype == torch.bfloat16:
+        # Triton's interpreter truncates to bf16 where the GPU rounds: small whole numbers, whose sums are exact.
+        return torch.randint(-15, 16, shape).to(dtype)[:count, :width]
+    return torch.randn(shape, device=device).to(dtype)[:count, :width]
+
+
+def check(seed: int, device: str) -> None:
+    """One random case of both kernels."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    width, pad = draw.choice([1, 7, 8, 24, 64, 129, 518, 2048]), draw.choice([0, 0, 1, 8, 24])
+    dtype = draw.choice(DTYPES)
+    slots, total = random_slots(draw, draw.choice([1, 2, 5, 9]), draw.choice([1, 2, 8]))
+    split = draw.choice([None, 0, total // 2, total])
+    slots_d = slots.to(device)
+    src = buffer(len(slots), width, width + pad, dtype, device)
+    far = buffer(total if split is None else split, width, width + pad, dtype, device)
+    near = None if split is None else buffer(total - split, width, width, dtype, device)
+    want_far, want_near = far.clone().cpu(), None if near is None else near.clone().cpu()
+    want, got = src.clone().cpu(), torch.empty_like(src)
+    if len(far) or near is not None:
+        rows.sum_rows(slots, want_far, want_near, want)
+        kernels.sum_rows(slots_d, far, near, got)
+        assert torch.equal(got.cpu(), want), f"sum, seed {seed}: {width} {dtype} pad {pad} split {split}"
+    rows.spread_rows(src.cpu(), slots, want_far, want_near)
+    kernels.spread_rows(src, slots_d, far, near)
+    assert torch.equal(far.cpu(), want_far), f"spread far, seed {seed}: {width} {dtype} pad {pad} split {split}"
+    if near is not None and want_near is not None:
+        assert torch.equal(near.cpu(), want_near), f"spread near, seed {seed}: {width} {dtype} split {split}"
+
+
+def main() -> int:
+    """Run the cases."""
+    device = sys.argv[1]
+    count = 200 if device == "cuda" else 40
+    for seed in range(count):
+        check(seed, device)
+    print(f"{count} cases equal on {device}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The row kernels: torch path on worked numbers, Triton (in its interpreter, no GPU) against the torch path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.dispatch.rows import spread_rows, sum_rows
+
+SLOTS = torch.tensor([[2, 0, -1], [-1, -1, -1], [1, 3, 4]], dtype=torch.int32)
+
+
+def test_spread_writes_each_row_to_its_slots_in_both_buffers() -> None:
+    src = torch.tensor([[1.0], [2.0], [3.0]])
+    far, near = torch.zeros(3, 1), torch.zeros(2, 1)
+    spread_rows(src, SLOTS, far, near)
+    assert far.flatten().tolist() == [1, 3, 1]
+    assert near.flatten().tolist() == [3, 3]
+
+
+def test_sum_adds_the_slots_of_each_row_and_leaves_zero_without_any() -> None:
+    far, near = torch.tensor([[1.0], [10.0], [100.0]]), torch.tensor([[1000.0], [10000.0]])
+    out = torch.full((3, 1), 7.0)
+    sum_rows(SLOTS, far, near, out)
+    assert out.flatten().tolist() == [101, 0, 11010]
+
+
+def test_sum_runs_in_fp32_and_rounds_once() -> None:
+    # 256 + 1 is lost in bf16 (8 bits), 256 + 1 + 1 is not.
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    out = torch.empty(1, 1, dtype=torch.bfloat16)
+    sum_rows(torch.tensor([[0, 1, 2]], dtype=torch.int32), rows, None, out)
+    assert out.item() == 258
+
+
+def test_spread_and_sum_are_adjoint() -> None:
+    made = torch.Generator().manual_seed(0)
+    src, far, near = (torch.randn(n, 5, generator=made, dtype=torch.float64) for n in (3, 3, 2))
+    out_far, out_near, home = torch.zeros_like(far), torch.zeros_like(near), torch.empty_like(src)
+    spread_rows(src, SLOTS, out_far, out_near)
+    sum_rows(SLOTS, far, near, home)
+    assert torch.allclose((out_far * far).sum() + (out_near * near).sum(), (src * home).sum())
+
+
+@pytest.mark.timeout(300)
+def test_triton_kernels_equal_the_torch_path_bit_for_bit() -> None:
+    """In a process of its own: Triton reads the interpreter switch when it is imported."""
+    script = Path(__file__).with_name("kernel_check.py")
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, str(script), "cpu"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cases equal" in done.stdout
