@@ -24,6 +24,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("megatron_ext.runtime.cli", "start one rank's training under patched Megatron"),
+    "tokenize": Verb("megatron_ext.data.cli", "turn text into Megatron's indexed files, or check them"),
 }
 
 
