@@ -1,0 +1,235 @@
+"""A run directory read back: what `report`, `health` and the Trackio feed work from.
+
+Files (docs/architecture.md, "The run directory"): run.json, metrics.jsonl, routing.jsonl, alarms.jsonl. Every line is
+one JSON object in UTF-8. A killed process may leave a torn line, at the end or, after a full disk, in the middle:
+such lines are counted and skipped.
+
+Which line wins. A job that resumes from step R writes steps R+1, R+2, ... again. So everything that an earlier start
+wrote for the first step of a later start, or beyond, is dropped: the curve is the history of the weights that live on.
+Lines of one start for one step are parts of one row and are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron_ext.errors import UserError
+
+SCHEMA = 1
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+ROUTING_FILE = "routing.jsonl"
+ALARMS_FILE = "alarms.jsonl"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the job: when, and the iteration that its checkpoint gave (None: not known)."""
+
+    time: float
+    iteration: int | None = None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """run.json. `id` stays the same over resumes and moves; `config` holds Megatron's arguments as plain values."""
+
+    id: str
+    name: str
+    group: str = ""
+    project: str = ""
+    command: Sequence[str] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    pins: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    starts: Sequence[Start] = ()
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """All scalars of one step. `samples` is the number of training samples consumed so far (None: not logged)."""
+
+    step: int
+    time: float
+    start: int
+    samples: int | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RoutingFrame:
+    """Assignments to each expert in one step: `layers` int [L], global from 0; `counts` int64 [L, E], all ranks."""
+
+    step: int
+    start: int
+    layers: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read. `skipped_lines` counts torn or foreign lines over all its files."""
+
+    path: Path
+    info: RunInfo
+    rows: Sequence[MetricRow]
+    routing: Sequence[RoutingFrame]
+    alarms: Sequence[dict[str, Any]]
+    skipped_lines: int = 0
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """All metric names, in order of first appearance."""
+        return tuple(dict.fromkeys(key for row in self.rows for key in row.metrics))
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return steps (int64 [N]) and values (float64 [N], may hold nan and inf) of one metric."""
+        pairs = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
+        steps = np.array([step for step, _ in pairs], dtype=np.int64)
+        return steps, np.array([value for _, value in pairs], dtype=np.float64)
+
+
+def read_run(path: Path, *, routing: bool = True) -> Run:
+    """Read a run directory.
+
+    Args:
+        path: The directory.
+        routing: Whether to read routing.jsonl, the largest file.
+
+    Raises:
+        UserError: There is no such directory or it holds no run.
+    """
+    if not path.is_dir():
+        raise UserError("no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir")
+    if not (path / RUN_FILE).exists() and not (path / METRICS_FILE).exists():
+        raise UserError("this directory holds no run", where=str(path), why=f"it has neither {RUN_FILE} nor {METRICS_FILE}",
+                        remedy="name a directory given to --moe-ext-run-dir")
+    counter = _Skipped()
+    rows = _metric_rows(_lines(path / METRICS_FILE, counter), counter)
+    frames = _routing_frames(_lines(path / ROUTING_FILE, counter), counter) if routing else ()
+    alarms = [line for line in _lines(path / ALARMS_FILE, counter) if "name" in line]
+    return Run(path, read_info(path), rows, frames, _live(alarms, rows), counter.number)
+
+
+def read_info(path: Path) -> RunInfo:
+    """Return run.json; a directory without a readable one (an old copy, a torn disk) gets a stand-in."""
+    try:
+        raw = orjson.loads((path / RUN_FILE).read_bytes())
+        starts = tuple(Start(float(one["time"]), one.get("iteration")) for one in raw.get("starts", ()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return RunInfo(id="", name=path.name)
+    known = {name: raw[name] for name in RunInfo.__dataclass_fields__ if name in raw and name != "starts"}
+    return RunInfo(**{"id": "", "name": path.name, **known}, starts=starts)
+
+
+def parse_metric_line(raw: bytes) -> MetricRow | None:
+    """Return one line of metrics.jsonl as a row, or None for a torn or foreign one."""
+    try:
+        return _metric_row(orjson.loads(raw))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def merge_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
+    """Apply "which line wins" to rows in file order; return one row a step, ascending."""
+    view: dict[int, MetricRow] = {}
+    current = 0
+    for row in rows:
+        if row.start < current:
+            continue  # a straggler of a start that was already replaced
+        if row.start > current:
+            view = {step: kept for step, kept in view.items() if step < row.step}
+            current = row.start
+        before = view.get(row.step)
+        view[row.step] = _merged(before, row) if before is not None else row
+    return [view[step] for step in sorted(view)]
+
+
+@dataclass
+class _Skipped:
+    number: int = 0
+
+
+def _lines(path: Path, skipped: _Skipped) -> Iterator[dict[str, Any]]:
+    try:
+        stream = path.open("rb")
+    except OSError:
+        return
+    with stream:
+        for raw in stream:
+            if not raw.strip():
+                continue
+            try:
+                value = orjson.loads(raw)
+            except ValueError:
+                skipped.number += 1
+                continue
+            if isinstance(value, dict):
+                yield value
+            else:
+                skipped.number += 1
+
+
+def _metric_rows(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[MetricRow]:
+    rows = []
+    for line in lines:
+        try:
+            rows.append(_metric_row(line))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            skipped.number += 1
+    return merge_rows(rows)
+
+
+def _metric_row(line: dict[str, Any]) -> MetricRow:
+    samples = line.get("samples")
+    # "NaN" and "Infinity" are written as strings, since JSON has no such numbers; float() reads them.
+    metrics = {str(key): float(value) for key, value in line["metrics"].items()}
+    return MetricRow(int(line["step"]), float(line["time"]), int(line.get("start", 1)),
+                     None if samples is None else int(samples), metrics)
+
+
+def _merged(first: MetricRow, second: MetricRow) -> MetricRow:
+    samples = first.samples if second.samples is None else second.samples
+    return MetricRow(first.step, first.time, first.start, samples, {**first.metrics, **second.metrics})
+
+
+def _routing_frames(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[RoutingFrame]:
+    view: dict[int, RoutingFrame] = {}
+    current = 0
+    for line in lines:
+        try:
+            frame = RoutingFrame(int(line["step"]), int(line.get("start", 1)), np.asarray(line["layers"], dtype=np.int64),
+                                 np.asarray(line["tokens_per_expert"], dtype=np.int64))
+            if frame.counts.ndim != 2 or len(frame.layers) != len(frame.counts):
+                raise ValueError(frame.counts.shape)
+        except (KeyError, TypeError, ValueError):
+            skipped.number += 1
+            continue
+        if frame.start < current:
+            continue
+        if frame.start > current:
+            view = {step: kept for step, kept in view.items() if step < frame.step}
+            current = frame.start
+        view[frame.step] = frame
+    return [view[step] for step in sorted(view)]
+
+
+def _live(alarms: Sequence[dict[str, Any]], rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
+    """Drop alarms that an earlier start raised at steps which a later start ran again."""
+    first: dict[int, int] = {}
+    for row in rows:
+        first.setdefault(row.start, row.step)
+    kept = []
+    for alarm in alarms:
+        start, step = alarm.get("start", 1), alarm.get("step")
+        later = [at for number, at in first.items() if number > start]
+        if step is None or all(step < at for at in later):
+            kept.append(alarm)
+    return kept

@@ -1,0 +1,218 @@
+"""`RunWriter`: the only writer of a run directory. It never blocks or fails a training step.
+
+The training thread hands over plain values; a thread of our own writes them. A second process feeds Trackio from the
+files (`feeder.py`), so whatever happens there cannot reach training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.tracking import options as tracking_options
+from megatron_ext.tracking import start
+from megatron_ext.tracking.appender import Appender
+from megatron_ext.tracking.feeder import TrackioFeeder
+from megatron_ext.tracking.lines import alarm_line, metric_line, routing_line
+from megatron_ext.tracking.options import TrackingOptions
+from megatron_ext.tracking.rundir import ALARMS_FILE, METRICS_FILE, ROUTING_FILE
+
+log = logging.getLogger("megatron_ext.tracking")
+
+# About a minute of rows at 100 steps a second; beyond that something is wrong and rows are dropped, not steps slowed.
+QUEUE_ITEMS = 4096
+# An open row is written after this long without news, so that the last step of a hung run is on the disk.
+IDLE_FLUSH_S = 2.0
+CLOSE_WAIT_S = 10.0
+
+
+class RunWriter:
+    """Writes metrics, routing and alarms of one run; see docs/architecture.md for the files.
+
+    All methods may be called from any thread and return at once. Satisfies the sink Protocol of `megatron_ext.observe`.
+
+    Args:
+        options: The run directory and Trackio's place.
+        opened: The start that this process is (from `start.open_start`).
+    """
+
+    def __init__(self, options: TrackingOptions, opened: start.Opened) -> None:
+        self.run_dir: Path = options.run_dir
+        self._opened = opened
+        self._row: _OpenRow | None = None
+        self._lock = threading.Lock()
+        self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
+        self._files = {name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)}
+        self._warned: set[str] = set()
+        self._closed = False
+        self._feeder = TrackioFeeder(options) if options.trackio else None
+        self._thread = threading.Thread(target=self._work, name="megatron-moe-tracking", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, pins: Mapping[str, Any]) -> RunWriter | None:
+        """Open the run directory on the writing rank (the last one, as Megatron's own writers).
+
+        Args:
+            args: Megatron's parsed arguments with ours.
+            pins: What the tree was made from, kept in run.json.
+
+        Returns:
+            The writer; None on the other ranks and where no run directory is named.
+
+        Raises:
+            UserError: The options are wrong, or another live process writes into the directory.
+        """
+        options = tracking_options.from_args(args)
+        rank, world_size = int(getattr(args, "rank", 0)), int(getattr(args, "world_size", 1))
+        if options is None or rank != world_size - 1:
+            return None
+        return cls(options, start.open_start(options, args, pins))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars to the row of `step`; a new step closes the row before it."""
+        with self._lock:
+            if self._row is not None and self._row.step != step:
+                self._put("metrics", self._row)
+                self._row = None
+            if self._row is None:
+                self._row = _OpenRow(int(step), self._opened.number)
+                self._opened.note_first_step()
+            self._row.metrics.update(values)
+            self._row.touched = time.monotonic()
+
+    def samples(self, consumed: int) -> None:
+        """Note the training samples consumed by the current step (the x axis that survives an upcycling)."""
+        with self._lock:
+            if self._row is not None:
+                self._row.samples = consumed
+
+    def routing(self, step: int, layers: Sequence[int], tokens_per_expert: np.ndarray) -> None:
+        """Record assignments to every expert, summed over all ranks.
+
+        Args:
+            step: The step that was sampled.
+            layers: Global layer numbers from 0, [L].
+            tokens_per_expert: int64 [L, E]; copied, so the caller may reuse it.
+        """
+        counts = np.array(tokens_per_expert, dtype=np.int64, copy=True)
+        self._put("routing", (int(step), [int(layer) for layer in layers], counts))
+
+    def alarm(self, record: Mapping[str, object]) -> None:
+        """Record a change of an alarm (raised or cleared), as plain values."""
+        self._put("alarm", dict(record))
+
+    def close(self) -> None:
+        """Write what is left, let Trackio catch up, stop. Calling it again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._row is not None:
+                self._put("metrics", self._row)
+                self._row = None
+        atexit.unregister(self.close)
+        try:
+            self._queue.put(None, timeout=CLOSE_WAIT_S)
+        except queue.Full:
+            self._warn("slow", "the run directory's disk is too slow; some rows of this run are not on it")
+        self._thread.join(timeout=CLOSE_WAIT_S)
+        if self._feeder is not None:
+            self._feeder.close()
+            self._report_feeder()
+        self._opened.close()
+
+    # Below: the thread's side.
+
+    def _put(self, kind: str, item: Any) -> None:
+        try:
+            self._queue.put_nowait((kind, item))
+        except queue.Full:
+            self._warn("full", "the run directory's disk is too slow; some rows are left out")
+
+    def _work(self) -> None:
+        rounds = time.monotonic() + IDLE_FLUSH_S
+        while True:
+            try:
+                work = self._queue.get(timeout=IDLE_FLUSH_S)
+            except queue.Empty:
+                work = ("rounds", None)
+            try:
+                if work is None:
+                    self._flush(force=True)
+                    return
+                self._write(*work)
+                if time.monotonic() > rounds:
+                    self._make_rounds()
+                    rounds = time.monotonic() + IDLE_FLUSH_S
+            except Exception as error:
+                # Whatever a value was, the thread must live on: the next row may be fine.
+                self._warn("row", f"a row could not be written: {type(error).__name__}: {error}")
+
+    def _write(self, kind: str, item: Any) -> None:
+        if kind == "metrics":
+            self._append(METRICS_FILE, metric_line(item.step, item.start, item.samples, item.metrics))
+            self._opened.save()
+        elif kind == "routing":
+            self._append(ROUTING_FILE, routing_line(self._opened.number, *item))
+        elif kind == "alarm":
+            self._append(ALARMS_FILE, alarm_line(self._opened.number, item))
+
+    def _append(self, name: str, line: bytes) -> None:
+        self._files[name].append(line)
+        self._report_files()
+
+    def _make_rounds(self) -> None:
+        with self._lock:
+            row = self._row
+            if row is not None and time.monotonic() - row.touched > IDLE_FLUSH_S:
+                self._row = None
+                self._put("metrics", row)
+        self._flush(force=False)
+        self._report_feeder()
+
+    def _flush(self, *, force: bool) -> None:
+        for file in self._files.values():
+            file.flush(force=force)
+        self._opened.save()
+        self._report_files()
+        if force:
+            left = sum(file.waiting + file.lost for file in self._files.values())
+            if left:
+                self._warn("lost", f"{left} lines could not be written to {self.run_dir} and are lost")
+
+    def _report_files(self) -> None:
+        for file in self._files.values():
+            if file.error:
+                self._warn("file", f"{file.path} cannot be written ({file.error}); training goes on, lines wait in memory")
+
+    def _report_feeder(self) -> None:
+        for message in self._feeder.news() if self._feeder is not None else ():
+            self._warn("trackio", f"{message}; training goes on and {METRICS_FILE} keeps every line. Later: "
+                                  f"megatron-moe report --import {self.run_dir}")
+
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            log.warning("tracking: %s", message)
+
+
+class _OpenRow:
+    """The row of the step that is going on."""
+
+    def __init__(self, step: int, start_number: int) -> None:
+        self.step = step
+        self.start = start_number
+        self.samples: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.touched = time.monotonic()
