@@ -50,7 +50,7 @@ class Appender:
         self.flush()
 
     def flush(self, *, force: bool = False) -> bool:
-        """Write what waits; return whether nothing is left. After a failure only every few seconds, unless forced."""
+        """Write what waits; return whether nothing is left. After a failure it waits, unless forced."""
         if not self._waiting:
             return True
         if self.error and not force and time.monotonic() < self._next_try:
@@ -65,7 +65,8 @@ class Appender:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened each time: a folder that was replaced, or a network mount that came back, is then found again.
+        # Opened each time: a folder that was replaced, or a network mount that came back, is then found
+        # again.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while self._waiting:

@@ -1,7 +1,9 @@
-"""The process that feeds Trackio from a run directory: `python -m megatron_ext.tracking.feed OPTIONS [--once]`.
+"""The process that feeds Trackio from a run directory: `python -m megatron_ext.tracking.feed OPTIONS
+[--once]`.
 
-OPTIONS is `TrackingOptions.to_plain()` as JSON. Without `--once` it follows the run until its stdin ends, which it does
-when training closes it or dies. Speaks to its parent in lines on stdout: `notice: ...`, and with `--once` one of JSON.
+OPTIONS is `TrackingOptions.to_plain()` as JSON. Without `--once` it follows the run until its stdin ends,
+which it does when training closes it or dies. Speaks to its parent in lines on stdout: `notice: ...`, and
+with `--once` one of JSON.
 """
 
 from __future__ import annotations

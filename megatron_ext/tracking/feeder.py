@@ -1,8 +1,9 @@
 """The training side of the process that feeds Trackio.
 
-Trackio runs in a process of its own for three reasons seen in 0.42.0: `Run.log` waits on the lock that its sender
-holds while the database is locked (up to 40 s); `init`, `alert` and `finish` print to stdout; and the database's place
-is fixed when the module is imported. The child reads the run directory, so training hands it nothing.
+Trackio runs in a process of its own for three reasons seen in 0.42.0: `Run.log` waits on the lock that its
+sender holds while the database is locked (up to 40 s); `init`, `alert` and `finish` print to stdout; and
+the database's place is fixed when the module is imported. The child reads the run directory, so training
+hands it nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from megatron_ext.tracking.options import TrackingOptions
 
 # The child needs about two seconds to import Trackio and, at the end, to bring in the last rows.
 CLOSE_WAIT_S = 60.0
+# Where it has already said that Trackio takes nothing, waiting longer would only hold up the job's end.
+CLOSE_WAIT_TROUBLED_S = 10.0
 NOTICE = "notice: "
 
 
@@ -27,7 +30,7 @@ class TrackioFeeder:
         self._messages: list[str] = []
         self._buffer = b""
         self._process: subprocess.Popen[bytes] | None = None
-        self._told_exit = False
+        self._told = False
         try:
             self._process = start_child(options)
             assert self._process.stdout is not None
@@ -40,9 +43,9 @@ class TrackioFeeder:
         if self._process is not None:
             self._read()
             code = self._process.poll()
-            if code and not self._told_exit and not self._messages:
+            if code and not self._told and not self._messages:
                 self._messages.append(f"Trackio's process ended with {code}")
-            self._told_exit = self._told_exit or bool(code)
+            self._told = self._told or bool(code)
         messages, self._messages = self._messages, []
         return messages
 
@@ -53,13 +56,14 @@ class TrackioFeeder:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        limit_s = CLOSE_WAIT_TROUBLED_S if self._told else CLOSE_WAIT_S
         try:
-            self._process.wait(timeout=CLOSE_WAIT_S)
+            self._process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self._told_exit = True
-            self._messages.append(f"Trackio did not take the last rows within {CLOSE_WAIT_S:.0f} s")
+            self._told = True
+            self._messages.append(f"Trackio did not take the last rows within {limit_s:.0f} s")
 
     def _read(self) -> None:
         assert self._process is not None
@@ -71,20 +75,25 @@ class TrackioFeeder:
             text = line.decode("utf-8", "replace")
             if text.startswith(NOTICE):
                 self._messages.append(text.removeprefix(NOTICE))
-                self._told_exit = True
+                self._told = True
 
 
 def start_child(options: TrackingOptions) -> subprocess.Popen[bytes]:
-    """Start the feeding process for one run directory; it ends when its stdin closes, as it does when we are killed.
+    """Start the feeding process for one run directory; it ends when its stdin closes, as it does when we
+    are killed.
 
     Raises:
         OSError: The process cannot be started.
     """
-    # Its own session: Ctrl-C and a launcher's group signal are for training; the child must outlive them to finish.
+    # Its own session: Ctrl-C and a launcher's group signal are for training; the child must outlive them to
+    # finish.
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_ext.tracking.feed", json.dumps(options.to_plain())],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=child_environment(options), start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=child_environment(options),
+        start_new_session=True,
     )
 
 
@@ -92,6 +101,13 @@ def child_environment(options: TrackingOptions) -> dict[str, str]:
     """Return the environment in which Trackio logs locally, into the chosen folder."""
     remote = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
     kept = {name: value for name, value in os.environ.items() if name not in remote}
-    # One thread each: the child must not compete with training for cores. No GPU: it must not hold device memory.
-    return {**kept, "TRACKIO_DIR": str(options.trackio_dir), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # One thread each: the child must not compete with training for cores. No GPU: it must not hold device
+    # memory.
+    return {
+        **kept,
+        "TRACKIO_DIR": str(options.trackio_dir),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }

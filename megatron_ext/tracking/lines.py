@@ -1,10 +1,13 @@
-"""The lines of a run directory's files: strict JSON, one object a line."""
+"""How a run directory's files are written: strict JSON, one object a line, whole files by rename."""
 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -21,9 +24,17 @@ def metric_line(step: int, start: int, samples: int | None, metrics: Mapping[str
     return orjson.dumps(line)
 
 
-def routing_line(start: int, step: int, layers: Sequence[int], counts: np.ndarray) -> bytes:
-    """Return a line of routing.jsonl; `counts` is int64 [L, E], C-contiguous."""
-    line = {"step": step, "start": start, "layers": list(layers), "tokens_per_expert": np.ascontiguousarray(counts)}
+def routing_line(
+    start: int, step: int, layers: Sequence[int], counts: np.ndarray, extra: Mapping[str, object]
+) -> bytes:
+    """Return a line of routing.jsonl; `counts` is int64 [L, E]; `extra` holds fields ready for JSON."""
+    line = {
+        "step": step,
+        "start": start,
+        "layers": layers,
+        "tokens_per_expert": np.ascontiguousarray(counts),
+        **extra,
+    }
     return orjson.dumps(line, option=_OPTIONS)
 
 
@@ -40,3 +51,22 @@ def number(value: float) -> float | str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Replace a file whole; nan becomes null, which is right for a configuration value.
+
+    Raises:
+        OSError: It cannot be written; the old file is untouched.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(
+                orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | _OPTIONS, default=str)
+            )
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,4 +1,4 @@
-"""Options of the run directory and of Trackio; each has a sentence, a unit where one applies, and a default."""
+"""Options of the run directory and of Trackio, each with a sentence and a default."""
 
 from __future__ import annotations
 
@@ -51,23 +51,56 @@ class TrackingOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the `--moe-ext-` flags of this room."""
     group = parser.add_argument_group("megatron-moe tracking")
-    group.add_argument("--moe-ext-run-dir", metavar="DIR", default=None,
-                       help="directory of this run: metrics, routing, alarms; a resumed job names the same one "
-                            f"(default: ${RUN_DIR_VARIABLE}, else nothing is recorded)")
-    group.add_argument("--moe-ext-run-name", metavar="NAME", default=None,
-                       help="name in Trackio and reports (default: the directory's name)")
-    group.add_argument("--moe-ext-project", metavar="NAME", default=DEFAULT_PROJECT,
-                       help="Trackio project; runs to compare share one (default: %(default)s)")
-    group.add_argument("--moe-ext-group", metavar="NAME", default="",
-                       help="Trackio group, for example dense or moe (default: none)")
-    group.add_argument("--moe-ext-trackio-dir", metavar="DIR", default=None,
-                       help="where Trackio keeps its database (default: `trackio` beside the run directory)")
-    group.add_argument("--moe-ext-no-trackio", action="store_true",
-                       help="write the run directory only (default: Trackio is fed too)")
-    group.add_argument("--moe-ext-trackio-keys", metavar="N", type=int, default=TrackingOptions.trackio_keys,
-                       help="most keys a step in Trackio; per-layer keys go first (default: %(default)s)")
-    group.add_argument("--moe-ext-trackio-images", metavar="N", type=int, default=TrackingOptions.trackio_images,
-                       help="most heat map images a run in Trackio (default: %(default)s)")
+    group.add_argument(
+        "--moe-ext-run-dir",
+        metavar="DIR",
+        default=None,
+        help="directory of this run: metrics, routing, alarms; a resumed job names the same one "
+        f"(default: ${RUN_DIR_VARIABLE}, else nothing is recorded)",
+    )
+    group.add_argument(
+        "--moe-ext-run-name",
+        metavar="NAME",
+        default=None,
+        help="name in Trackio and reports (default: the directory's name)",
+    )
+    group.add_argument(
+        "--moe-ext-project",
+        metavar="NAME",
+        default=DEFAULT_PROJECT,
+        help="Trackio project; runs to compare share one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--moe-ext-group",
+        metavar="NAME",
+        default="",
+        help="Trackio group, for example dense or moe (default: none)",
+    )
+    group.add_argument(
+        "--moe-ext-trackio-dir",
+        metavar="DIR",
+        default=None,
+        help="where Trackio keeps its database (default: `trackio` beside the run directory)",
+    )
+    group.add_argument(
+        "--moe-ext-no-trackio",
+        action="store_true",
+        help="write the run directory only (default: Trackio is fed too)",
+    )
+    group.add_argument(
+        "--moe-ext-trackio-keys",
+        metavar="N",
+        type=int,
+        default=TrackingOptions.trackio_keys,
+        help="most keys a step in Trackio; per-layer keys go first (default: %(default)s)",
+    )
+    group.add_argument(
+        "--moe-ext-trackio-images",
+        metavar="N",
+        type=int,
+        default=TrackingOptions.trackio_images,
+        help="most heat map images a run in Trackio (default: %(default)s)",
+    )
 
 
 def from_args(args: argparse.Namespace) -> TrackingOptions | None:
@@ -84,14 +117,21 @@ def from_args(args: argparse.Namespace) -> TrackingOptions | None:
         return None
     run_dir = Path(named).expanduser().absolute()
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError("the run directory is a file", where=f"--moe-ext-run-dir {run_dir}",
-                        remedy="name a directory, or move the file away", exit_code=64)
+        raise UserError(
+            "the run directory is a file",
+            where=f"--moe-ext-run-dir {run_dir}",
+            remedy="name a directory, or move the file away",
+            exit_code=64,
+        )
     keys = int(getattr(args, "moe_ext_trackio_keys", TrackingOptions.trackio_keys))
     images = int(getattr(args, "moe_ext_trackio_images", TrackingOptions.trackio_images))
     if keys < 1 or images < 0:
-        raise UserError("a limit for Trackio is out of range",
-                        where=f"--moe-ext-trackio-keys {keys}, --moe-ext-trackio-images {images}",
-                        remedy="use at least 1 key and 0 images", exit_code=64)
+        raise UserError(
+            "a limit for Trackio is out of range",
+            where=f"--moe-ext-trackio-keys {keys}, --moe-ext-trackio-images {images}",
+            remedy="use at least 1 key and 0 images",
+            exit_code=64,
+        )
     trackio_dir = getattr(args, "moe_ext_trackio_dir", None)
     return TrackingOptions(
         run_dir=run_dir,

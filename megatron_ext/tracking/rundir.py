@@ -1,12 +1,12 @@
 """A run directory read back: what `report`, `health` and the Trackio feed work from.
 
-Files (docs/architecture.md, "The run directory"): run.json, metrics.jsonl, routing.jsonl, alarms.jsonl. Every line is
-one JSON object in UTF-8. A killed process may leave a torn line, at the end or, after a full disk, in the middle:
-such lines are counted and skipped.
+Files (docs/architecture.md, "The run directory"): run.json, metrics.jsonl, routing.jsonl, alarms.jsonl.
+Every line is one JSON object in UTF-8. A killed process may leave a torn line, at the end or, after a full
+disk, in the middle: such lines are counted and skipped.
 
-Which line wins. A job that resumes from step R writes steps R+1, R+2, ... again. So everything that an earlier start
-wrote for the first step of a later start, or beyond, is dropped: the curve is the history of the weights that live on.
-Lines of one start for one step are parts of one row and are merged.
+Which line wins. A job that resumes from step R writes steps R+1, R+2, ... again. So everything that an
+earlier start wrote for the first step of a later start, or beyond, is dropped: the curve is the history of
+the weights that live on. Lines of one start for one step are parts of one row and are merged.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 ROUTING_FILE = "routing.jsonl"
 ALARMS_FILE = "alarms.jsonl"
+STATE_FILE = "observe.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """run.json. `id` stays the same over resumes and moves; `config` holds Megatron's arguments as plain values."""
+    """run.json. `id` survives resumes and moves; `config` is Megatron's arguments as plain values."""
 
     id: str
     name: str
@@ -54,7 +55,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """All scalars of one step. `samples` is the number of training samples consumed so far (None: not logged)."""
+    """All scalars of one step. `samples`: training samples consumed so far (None: not logged)."""
 
     step: int
     time: float
@@ -65,12 +66,24 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class RoutingFrame:
-    """Assignments to each expert in one step: `layers` int [L], global from 0; `counts` int64 [L, E], all ranks."""
+    """Routing of one sampled step, over all ranks; L layers, E experts, S sources.
+
+    Attributes:
+        layers: int64 [L], global layer numbers from 0.
+        counts: int64 [L, E], assignments to each expert.
+        expert_rms: float64 [L, E], RMS of each expert's output before the weights, nan where it got no token;
+            None where it was not measured.
+        sources: S labels of the data; empty where it has none.
+        source_counts: int64 [L, S, E], tokens by label and expert; None without labels.
+    """
 
     step: int
     start: int
     layers: np.ndarray
     counts: np.ndarray
+    expert_rms: np.ndarray | None = None
+    sources: Sequence[str] = ()
+    source_counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +120,16 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
         UserError: There is no such directory or it holds no run.
     """
     if not path.is_dir():
-        raise UserError("no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir")
+        raise UserError(
+            "no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir"
+        )
     if not (path / RUN_FILE).exists() and not (path / METRICS_FILE).exists():
-        raise UserError("this directory holds no run", where=str(path), why=f"it has neither {RUN_FILE} nor {METRICS_FILE}",
-                        remedy="name a directory given to --moe-ext-run-dir")
+        raise UserError(
+            "this directory holds no run",
+            where=str(path),
+            why=f"it has neither {RUN_FILE} nor {METRICS_FILE}",
+            remedy="name a directory given to --moe-ext-run-dir",
+        )
     counter = _Skipped()
     rows = _metric_rows(_lines(path / METRICS_FILE, counter), counter)
     frames = _routing_frames(_lines(path / ROUTING_FILE, counter), counter) if routing else ()
@@ -149,6 +168,28 @@ def merge_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
             current = row.start
         before = view.get(row.step)
         view[row.step] = _merged(before, row) if before is not None else row
+    return [view[step] for step in sorted(view)]
+
+
+def parse_routing_line(raw: bytes) -> RoutingFrame | None:
+    """Return one line of routing.jsonl as a frame, or None for a torn or foreign one."""
+    try:
+        return _routing_frame(orjson.loads(raw))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def merge_frames(frames: Sequence[RoutingFrame]) -> list[RoutingFrame]:
+    """Apply "which line wins" to frames in file order; return one frame a step, ascending."""
+    view: dict[int, RoutingFrame] = {}
+    current = 0
+    for frame in frames:
+        if frame.start < current:
+            continue
+        if frame.start > current:
+            view = {step: kept for step, kept in view.items() if step < frame.step}
+            current = frame.start
+        view[frame.step] = frame
     return [view[step] for step in sorted(view)]
 
 
@@ -191,8 +232,13 @@ def _metric_row(line: dict[str, Any]) -> MetricRow:
     samples = line.get("samples")
     # "NaN" and "Infinity" are written as strings, since JSON has no such numbers; float() reads them.
     metrics = {str(key): float(value) for key, value in line["metrics"].items()}
-    return MetricRow(int(line["step"]), float(line["time"]), int(line.get("start", 1)),
-                     None if samples is None else int(samples), metrics)
+    return MetricRow(
+        int(line["step"]),
+        float(line["time"]),
+        int(line.get("start", 1)),
+        None if samples is None else int(samples),
+        metrics,
+    )
 
 
 def _merged(first: MetricRow, second: MetricRow) -> MetricRow:
@@ -201,24 +247,36 @@ def _merged(first: MetricRow, second: MetricRow) -> MetricRow:
 
 
 def _routing_frames(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[RoutingFrame]:
-    view: dict[int, RoutingFrame] = {}
-    current = 0
+    frames = []
     for line in lines:
         try:
-            frame = RoutingFrame(int(line["step"]), int(line.get("start", 1)), np.asarray(line["layers"], dtype=np.int64),
-                                 np.asarray(line["tokens_per_expert"], dtype=np.int64))
-            if frame.counts.ndim != 2 or len(frame.layers) != len(frame.counts):
-                raise ValueError(frame.counts.shape)
+            frames.append(_routing_frame(line))
         except (KeyError, TypeError, ValueError):
             skipped.number += 1
-            continue
-        if frame.start < current:
-            continue
-        if frame.start > current:
-            view = {step: kept for step, kept in view.items() if step < frame.step}
-            current = frame.start
-        view[frame.step] = frame
-    return [view[step] for step in sorted(view)]
+    return merge_frames(frames)
+
+
+def _routing_frame(line: dict[str, Any]) -> RoutingFrame:
+    counts = np.asarray(line["tokens_per_expert"], dtype=np.int64)
+    layers = np.asarray(line["layers"], dtype=np.int64)
+    rms, by_source = line.get("expert_rms"), line.get("tokens_per_source")
+    frame = RoutingFrame(
+        int(line["step"]),
+        int(line.get("start", 1)),
+        layers,
+        counts,
+        # null: an expert without a token has no norm; numpy reads None as nan.
+        None if rms is None else np.asarray(rms, dtype=np.float64),
+        tuple(str(label) for label in line.get("sources") or ()),
+        None if by_source is None else np.asarray(by_source, dtype=np.int64),
+    )
+    if (
+        counts.ndim != 2
+        or len(layers) != len(counts)
+        or (frame.expert_rms is not None and frame.expert_rms.shape != counts.shape)
+    ):
+        raise ValueError(counts.shape)
+    return frame
 
 
 def _live(alarms: Sequence[dict[str, Any]], rows: Sequence[MetricRow]) -> list[dict[str, Any]]:

@@ -7,18 +7,24 @@ import enum
 import fcntl
 import os
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from megatron_ext.errors import UserError
+from megatron_ext.tracking.lines import write_json
 from megatron_ext.tracking.options import TrackingOptions
-from megatron_ext.tracking.rundir import METRICS_FILE, RUN_FILE, SCHEMA, RunInfo, Start, parse_metric_line, read_info
+from megatron_ext.tracking.rundir import (
+    METRICS_FILE,
+    RUN_FILE,
+    SCHEMA,
+    RunInfo,
+    Start,
+    parse_metric_line,
+    read_info,
+)
 
 LOCK_FILE = ".writer.lock"
 # A row of a thousand keys is about 40 kB.
@@ -38,19 +44,19 @@ class Opened:
         self.save()
 
     def note_first_step(self) -> None:
-        """Take down the iteration that the checkpoint gave: known only once training runs, so asked at its first row."""
+        """Take down the iteration that the checkpoint gave, known only once training runs."""
         if self.info.starts[-1].iteration is None:
             iteration = getattr(self._args, "iteration", None)
             last = Start(self.info.starts[-1].time, int(iteration) if iteration is not None else -1)
             self.info = RunInfo(**{**_fields(self.info), "starts": (*self.info.starts[:-1], last)})
 
     def save(self) -> None:
-        """Write run.json if it changed; a failure is left to the next call (the line files report a bad disk)."""
+        """Write run.json if it changed; a failure waits for the next call."""
         if self.info is self._saved:
             return
         info = self.info
         try:
-            _write_json(self._run_dir / RUN_FILE, {"schema": SCHEMA, **_plain_info(info)})
+            write_json(self._run_dir / RUN_FILE, {"schema": SCHEMA, **_plain_info(info)})
             self._saved = info
         except OSError:
             pass
@@ -106,12 +112,13 @@ def plain(value: Any) -> Any:
 
 
 def _earlier_starts(run_dir: Path, before: RunInfo) -> Sequence[Start]:
-    """Return the starts so far; if run.json was lost, as many as the metrics speak of (numbers must only grow)."""
+    """Return the starts so far; if run.json was lost, as many as the metrics speak of."""
     last = 0
     try:
         with (run_dir / METRICS_FILE).open("rb") as stream:
             stream.seek(-min(TAIL_BYTES, stream.seek(0, os.SEEK_END)), os.SEEK_END)
-            rows = [row for raw in stream if (row := parse_metric_line(raw))]
+            lines = stream.read(TAIL_BYTES).split(b"\n")
+            rows = [row for raw in lines if (row := parse_metric_line(raw))]
             last = max((row.start for row in rows), default=0)
     except OSError:
         pass
@@ -129,9 +136,12 @@ def _lock(run_dir: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError("another process is writing into this run directory", where=f"--moe-ext-run-dir {run_dir}",
-                        why="two runs in one directory would mix their curves",
-                        remedy="wait for it, stop it, or name another directory") from None
+        raise UserError(
+            "another process is writing into this run directory",
+            where=f"--moe-ext-run-dir {run_dir}",
+            why="two runs in one directory would mix their curves",
+            remedy="wait for it, stop it, or name another directory",
+        ) from None
     except OSError:
         pass  # a file system without locks: go on without
     return descriptor
@@ -144,16 +154,3 @@ def _plain_info(info: RunInfo) -> dict[str, Any]:
 
 def _fields(info: RunInfo) -> dict[str, Any]:
     return {name: getattr(info, name) for name in RunInfo.__dataclass_fields__}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            # nan cannot be written as JSON; orjson makes it null, which is right for a configuration value.
-            stream.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS, default=str))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -1,7 +1,8 @@
-"""What Megatron takes for its TensorBoard writer: passes every scalar to the run directory and to the stock writer.
+"""What Megatron takes for its TensorBoard writer: passes every scalar to the run directory and to the stock
+writer.
 
-A subclass, because `Timers.write` (megatron/core/timers.py) writes only to instances of SummaryWriter: a look-alike
-would silently lose all timers. The parent's constructor is not called, so no event file is made.
+A subclass, because `Timers.write` (megatron/core/timers.py) writes only to instances of SummaryWriter: a
+look-alike would silently lose all timers. The parent's constructor is not called, so no event file is made.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ext.tracking.writer import RunWriter
 
-# Megatron logs most scalars twice, the second time under this ending with the consumed samples as the step. As rows
-# they would collide with iterations of the same number, so the value is dropped and the step kept as `samples`.
+# Megatron logs most scalars twice, the second time under this ending with the consumed samples as the step.
+# As rows they would collide with iterations of the same number, so the value is dropped and the step kept
+# as `samples`.
 SAMPLES_ENDING = " vs samples"
 
 
@@ -31,7 +33,7 @@ class TeeSummaryWriter(SummaryWriter):
         self._inner = inner
         self._step = 0
 
-    def add_scalar(  # type: ignore[override]
+    def add_scalar(
         self, tag: str, scalar_value: Any, global_step: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Record one scalar; `scalar_value` may be a number or a tensor with one element on any device."""
@@ -44,8 +46,13 @@ class TeeSummaryWriter(SummaryWriter):
         self._step = self._step if global_step is None else int(global_step)
         self._run_writer.scalars(self._step, {tag: float(scalar_value)})
 
-    def add_scalars(  # type: ignore[override]
-        self, main_tag: str, tag_scalar_dict: dict[str, Any], global_step: int | None = None, *args: Any, **kwargs: Any
+    def add_scalars(
+        self,
+        main_tag: str,
+        tag_scalar_dict: dict[str, Any],
+        global_step: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Record several scalars under `main_tag/name`, as TensorBoard shows them."""
         if self._inner is not None:

@@ -1,4 +1,4 @@
-"""From the run directory's rows to what Trackio is given: fewer keys, pictures of the routing, alarm texts."""
+"""What Trackio is given of a run directory: capped keys, pictures of the routing, alarm texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ IMAGE_KEY = "moe/tokens_per_expert/heat_map"
 # Trackio 0.42.0 renames these; we do it first so that what is read back compares equal.
 RESERVED = frozenset({"project", "run", "timestamp", "step", "time", "metrics"})
 _PER_LAYER = re.compile(r"(^|[/_])layer_\d+($|[/_])")
-# Pictures at frames 1, 2, 3, 4, 5, 7, 9, ...: 40 of them reach past 8,000 frames, dense where a run changes fastest.
+# Pictures at frames 1, 2, 3, 4, 5, 7, 9, ...: 40 of them reach past 8,000 frames, dense where a run changes
+# fastest.
 PICTURE_RATIO = 1.25
 
 
@@ -26,8 +27,10 @@ def wanted(row: MetricRow, limit: int) -> dict[str, float | str]:
     if len(kept) > limit:
         ordered = sorted(kept, key=lambda key: _PER_LAYER.search(key) is not None)
         kept = {key: kept[key] for key in ordered[:limit]}
-    return {f"value/{key}" if key in RESERVED or key.startswith("__") else key: number(value)
-            for key, value in kept.items()}
+    return {
+        f"value/{key}" if key in RESERVED or key.startswith("__") else key: number(value)
+        for key, value in kept.items()
+    }
 
 
 def is_stored(want: Mapping[str, float | str], stored: Sequence[Mapping[str, Any]]) -> bool:
@@ -39,12 +42,13 @@ def is_stored(want: Mapping[str, float | str], stored: Sequence[Mapping[str, Any
 def pictured(index: int, limit: int) -> bool:
     """Return whether the routing frame number `index` (from 1) becomes a picture."""
     power = round(math.log(index) / math.log(PICTURE_RATIO))
-    chosen = {math.ceil(PICTURE_RATIO ** near) for near in range(max(power - 2, 0), power + 3)}
-    return index in chosen and len({math.ceil(PICTURE_RATIO ** below) for below in range(power + 1)}) <= limit
+    chosen = {math.ceil(PICTURE_RATIO**near) for near in range(max(power - 2, 0), power + 3)}
+    return index in chosen and len({math.ceil(PICTURE_RATIO**below) for below in range(power + 1)}) <= limit
 
 
 def picture(frame: RoutingFrame) -> np.ndarray:
-    """Return a heat map, uint8 [height, width, 3]: a row a layer, a column an expert, dark for none, yellow for busy.
+    """Return a heat map, uint8 [height, width, 3]: a row a layer, a column an expert, dark for none, yellow
+    for busy.
 
     The scale is the same in every picture: white-hot is four times the layer's mean load.
     """
@@ -63,11 +67,17 @@ def picture(frame: RoutingFrame) -> np.ndarray:
 def alarm_title(record: Mapping[str, Any]) -> str:
     """Return an alert's title, for example `dead_expert raised: layer 3, expert 7`."""
     place = [f"{name} {record[name]}" for name in ("layer", "expert", "rank") if record.get(name) is not None]
-    return f"{record.get('name', 'alarm')} {record.get('state', 'raised')}" + (f": {', '.join(place)}" if place else "")
+    return f"{record.get('name', 'alarm')} {record.get('state', 'raised')}" + (
+        f": {', '.join(place)}" if place else ""
+    )
 
 
 def alarm_text(record: Mapping[str, Any]) -> str:
     """Return an alert's text: the value, since when, why it matters, what to try first."""
-    parts = [("value", record.get("value")), ("since step", record.get("since")), ("why", record.get("why")),
-             ("try", record.get("remedy"))]
+    parts = [
+        ("value", record.get("value")),
+        ("since step", record.get("since_step")),
+        ("why", record.get("why")),
+        ("try", record.get("remedy")),
+    ]
     return "\n".join(f"{label}: {value}" for label, value in parts if value not in (None, ""))

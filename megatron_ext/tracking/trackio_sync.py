@@ -1,7 +1,8 @@
 """Bring one run directory into Trackio: once, or following a run that goes on.
 
-Stateless: what Trackio has is read back and compared with the files, so a sync after any accident (killed, locked,
-full, half imported) adds what is missing, takes out what a resumed job replaced, and does nothing the second time.
+Stateless: what Trackio has is read back and compared with the files, so a sync after any accident (killed,
+locked, full, half imported) adds what is missing, takes out what a resumed job replaced, and does nothing
+the second time.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from megatron_ext.tracking.rundir import (
     MetricRow,
     RoutingFrame,
     RunInfo,
+    merge_frames,
     merge_rows,
     parse_metric_line,
+    parse_routing_line,
     read_info,
     read_run,
 )
@@ -82,7 +85,8 @@ class Tail:
 class Session:
     """One process's work for one run directory. Import of Trackio happens in `open`.
 
-    Raises (all methods): `SyncError`, `OSError`, `sqlite3.Error` or whatever Trackio raises; the caller retries.
+    Raises (all methods): `SyncError`, `OSError`, `sqlite3.Error` or whatever Trackio raises; the caller
+    retries.
     """
 
     options: TrackingOptions
@@ -97,16 +101,25 @@ class Session:
         warnings.simplefilter("always")
         self._trackio: Any = trackio
         self._info = read_info(self.options.run_dir)
-        self._metrics = Tail(self.options.run_dir / METRICS_FILE)
-        self._routing = Tail(self.options.run_dir / ROUTING_FILE)
-        self._alarms = Tail(self.options.run_dir / ALARMS_FILE)
+        self._rewind()
         self._start = self._frames = 0
+        complaints = len(self.complaints)
         self.options.trackio_dir.mkdir(parents=True, exist_ok=True)
         database = SQLiteStorage.get_project_db_path(self.options.project)
         self._run = trackio.init(
-            project=self.options.project, name=self._name(database), group=self.options.group or None, config=_config(self._info),
-            resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            project=self.options.project,
+            name=self._name(database),
+            group=self.options.group or None,
+            config=_config(self._info),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
+        if len(self.complaints) > complaints:
+            # With the database locked, `init` only warns and makes a second run of the same name.
+            self._run.finish()
+            raise SyncError(self.complaints[-1])
         self._tables = Tables(database, self._run.id)
 
     def follow(self) -> None:
@@ -117,31 +130,34 @@ class Session:
                 self._tables.delete_from(row.step)
                 self._start = row.start
             self._log(row)
-        for frame in _frames(self._routing.lines()):
+        for frame in filter(None, map(parse_routing_line, self._routing.lines())):
             self._frames += 1
-            self._log_picture(self._frames, frame)
+            if pictured(self._frames, self.options.trackio_images):
+                self._log_picture(frame)
         self._log_alarms(_objects(self._alarms.lines()), set())
 
     def reconcile(self) -> SyncResult:
         """Compare all rows with Trackio's and mend the difference; afterwards `follow` goes on from here."""
-        rows = merge_rows([row for raw in self._metrics_from_start() if (row := parse_metric_line(raw))])
+        self._rewind()
+        rows = merge_rows([row for raw in self._metrics.lines() if (row := parse_metric_line(raw))])
         want = {row.step: wanted(row, self.options.trackio_keys) for row in rows}
         stored: dict[int, list[StoredRow]] = defaultdict(list)
-        pictures = set()
         for one in self._tables.rows():
-            if IMAGE_KEY in one.metrics:
-                pictures.add(one.step)
-            else:
+            if IMAGE_KEY not in one.metrics:
                 stored[one.step].append(one)
-        good = {step for step, found in stored.items()
-                if step in want and is_stored(want[step], [one.metrics for one in found])}
+        good = {
+            step
+            for step, found in stored.items()
+            if step in want and is_stored(want[step], [one.metrics for one in found])
+        }
         stale = [one.id for step, found in stored.items() if step not in good for one in found]
         self._tables.delete(stale)
         missing = [row for row in rows if row.step not in good]
         for row in missing:
             self._log(row)
         self._start = max((row.start for row in rows), default=0)
-        self._reconcile_rest(pictures)
+        self._reconcile_pictures()
+        self._log_alarms(_objects(self._alarms.lines()), self._tables.alerts())
         return SyncResult(self._run.name, len(missing), len(stale), len(good))
 
     def finish(self) -> SyncResult:
@@ -161,37 +177,47 @@ class Session:
                 return first
         raise SyncError(self.complaints[-1] if self.complaints else "Trackio did not keep the rows")
 
-    def _metrics_from_start(self) -> list[bytes]:
+    def _rewind(self) -> None:
         self._metrics = Tail(self.options.run_dir / METRICS_FILE)
-        return self._metrics.lines()
-
-    def _reconcile_rest(self, pictures: set[int]) -> None:
         self._routing = Tail(self.options.run_dir / ROUTING_FILE)
         self._alarms = Tail(self.options.run_dir / ALARMS_FILE)
-        self._frames = 0
-        for frame in _frames(self._routing.lines()):
-            self._frames += 1
-            if frame.step not in pictures:
-                self._log_picture(self._frames, frame)
-        self._log_alarms(_objects(self._alarms.lines()), self._tables.alerts())
+
+    def _reconcile_pictures(self) -> None:
+        frames = merge_frames([frame for raw in self._routing.lines() if (frame := parse_routing_line(raw))])
+        self._frames = len(frames)
+        chosen = {
+            frame.step: frame
+            for index, frame in enumerate(frames, 1)
+            if pictured(index, self.options.trackio_images)
+        }
+        stored = {one.step: one.id for one in self._tables.rows() if IMAGE_KEY in one.metrics}
+        self._tables.delete([number for step, number in stored.items() if step not in chosen])
+        for step, frame in chosen.items():
+            if step not in stored:
+                self._log_picture(frame)
 
     def _log(self, row: MetricRow) -> None:
         self._run.log(wanted(row, self.options.trackio_keys), step=row.step)
 
-    def _log_picture(self, index: int, frame: RoutingFrame) -> None:
-        if pictured(index, self.options.trackio_images):
-            caption = f"step {frame.step}: a row a layer, a column an expert; brightest is 4 times the layer's mean or more"
-            self._run.log({IMAGE_KEY: self._trackio.Image(picture(frame), caption=caption)}, step=frame.step)
+    def _log_picture(self, frame: RoutingFrame) -> None:
+        scale = "brightest is 4 times the layer's mean or more"
+        caption = f"step {frame.step}: a row a layer, a column an expert; {scale}"
+        self._run.log({IMAGE_KEY: self._trackio.Image(picture(frame), caption=caption)},
+        step=frame.step)
 
     def _log_alarms(self, records: Sequence[dict[str, Any]], known: set[tuple[str, int]]) -> None:
         for record in records:
-            title, step = alarm_title(record), int(record.get("step") or record.get("since") or 0)
+            title, step = alarm_title(record), int(record.get("step") or record.get("since_step") or 0)
             if (title, step) not in known:
-                level = self._trackio.AlertLevel.INFO if record.get("state") == "cleared" else self._trackio.AlertLevel.WARN
+                level = (
+                    self._trackio.AlertLevel.INFO
+                    if record.get("state") == "cleared"
+                    else self._trackio.AlertLevel.WARN
+                )
                 self._run.alert(title, text=alarm_text(record), level=level, step=step)
 
     def _name(self, database: Path) -> str:
-        """Return the run's name in Trackio: its own if it is there already, else one that no other directory has."""
+        """Return the run's name in Trackio: its own if it is there, else one that no directory has."""
         taken = set()
         # Api.runs raises for a project that nothing was logged to yet.
         for run in self._trackio.Api().runs(self.options.project) if database.exists() else ():
@@ -228,7 +254,13 @@ def import_run(options: TrackingOptions) -> SyncResult:
 def _config(info: RunInfo) -> dict[str, Any]:
     """Return the run's configuration for Trackio, which refuses keys that start with an underscore."""
     config = {key: value for key, value in info.config.items() if not key.startswith("_")}
-    return {**config, "pins": info.pins, "command": " ".join(info.command), "world_size": info.world_size, ID_KEY: info.id}
+    return {
+        **config,
+        "pins": info.pins,
+        "command": " ".join(info.command),
+        "world_size": info.world_size,
+        ID_KEY: info.id,
+    }
 
 
 def _objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -241,16 +273,3 @@ def _objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             found.append(value)
     return found
-
-
-def _frames(lines: Sequence[bytes]) -> list[RoutingFrame]:
-    import numpy as np
-
-    frames = []
-    for line in _objects(lines):
-        try:
-            counts = np.asarray(line["tokens_per_expert"], dtype=np.int64)
-            frames.append(RoutingFrame(int(line["step"]), int(line.get("start", 1)), np.asarray(line["layers"]), counts))
-        except (KeyError, TypeError, ValueError):
-            continue
-    return frames

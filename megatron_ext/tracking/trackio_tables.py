@@ -1,7 +1,8 @@
 """Trackio's SQLite tables, read back and pruned: the only module that knows them (checked on 0.42.0).
 
-Trackio's public calls write, but they neither say what arrived (a failed batch is dropped with a warning) nor take rows
-out again, which a resumed run needs. Columns used: metrics(id, run_id, step, metrics), alerts(run_id, title, step).
+Trackio's public calls write, but they neither say what arrived (a failed batch is dropped with a warning)
+nor take rows out again, which a resumed run needs. Columns used: metrics(id, run_id, step, metrics),
+alerts(run_id, title, step).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BUSY_S = 15.0
 
 @dataclass(frozen=True)
 class StoredRow:
-    """One row of Trackio's metrics table; `metrics` as stored: nan and infinities are strings, images are objects."""
+    """One row of Trackio's metrics table, as stored: nan and infinities are text, images are objects."""
 
     id: int
     step: int
@@ -34,7 +35,8 @@ class Tables:
         database: The file; it may not exist yet.
         run_id: Trackio's id of the run.
 
-    All methods raise `sqlite3.Error` where the database is locked, broken or has other columns than known here.
+    All methods raise `sqlite3.Error` where the database is locked, broken or has other columns than known
+    here.
     """
 
     def __init__(self, database: Path, run_id: str) -> None:
@@ -46,7 +48,9 @@ class Tables:
         if not self._database.exists():
             return []
         with self._connection() as connection:
-            found = connection.execute("SELECT id, step, metrics FROM metrics WHERE run_id = ? ORDER BY id", (self._run_id,))
+            found = connection.execute(
+                "SELECT id, step, metrics FROM metrics WHERE run_id = ? ORDER BY id", (self._run_id,)
+            )
             return [StoredRow(int(number), int(step), orjson.loads(text)) for number, step, text in found]
 
     def alerts(self) -> set[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """`RunWriter`: the only writer of a run directory. It never blocks or fails a training step.
 
-The training thread hands over plain values; a thread of our own writes them. A second process feeds Trackio from the
-files (`feeder.py`), so whatever happens there cannot reach training.
+The training thread hands over plain values; a thread of our own writes them. A second process feeds Trackio
+from the files (`feeder.py`), so whatever happens there cannot reach training.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from megatron_ext.tracking import options as tracking_options
 from megatron_ext.tracking import start
 from megatron_ext.tracking.appender import Appender
 from megatron_ext.tracking.feeder import TrackioFeeder
-from megatron_ext.tracking.lines import alarm_line, metric_line, routing_line
+from megatron_ext.tracking.lines import alarm_line, metric_line, routing_line, write_json
 from megatron_ext.tracking.options import TrackingOptions
-from megatron_ext.tracking.rundir import ALARMS_FILE, METRICS_FILE, ROUTING_FILE
+from megatron_ext.tracking.rundir import ALARMS_FILE, METRICS_FILE, ROUTING_FILE, STATE_FILE
 
 log = logging.getLogger("megatron_ext.tracking")
 
-# About a minute of rows at 100 steps a second; beyond that something is wrong and rows are dropped, not steps slowed.
+# About a minute of rows at 100 steps a second; beyond that something is wrong and rows are dropped, not
+# steps slowed.
 QUEUE_ITEMS = 4096
 # An open row is written after this long without news, so that the last step of a hung run is on the disk.
 IDLE_FLUSH_S = 2.0
@@ -38,7 +40,8 @@ CLOSE_WAIT_S = 10.0
 class RunWriter:
     """Writes metrics, routing and alarms of one run; see docs/architecture.md for the files.
 
-    All methods may be called from any thread and return at once. Satisfies the sink Protocol of `megatron_ext.observe`.
+    All methods may be called from any thread and return at once. Satisfies the sink Protocol of
+    `megatron_ext.observe`.
 
     Args:
         options: The run directory and Trackio's place.
@@ -51,7 +54,9 @@ class RunWriter:
         self._row: _OpenRow | None = None
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
-        self._files = {name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)}
+        self._files = {
+            name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)
+        }
         self._warned: set[str] = set()
         self._closed = False
         self._feeder = TrackioFeeder(options) if options.trackio else None
@@ -97,20 +102,39 @@ class RunWriter:
             if self._row is not None:
                 self._row.samples = consumed
 
-    def routing(self, step: int, layers: Sequence[int], tokens_per_expert: np.ndarray) -> None:
+    def routing(
+        self,
+        step: int,
+        layers: Sequence[int],
+        tokens_per_expert: np.ndarray,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         """Record assignments to every expert, summed over all ranks.
 
         Args:
             step: The step that was sampled.
             layers: Global layer numbers from 0, [L].
             tokens_per_expert: int64 [L, E]; copied, so the caller may reuse it.
+            extra: More fields of the line, ready for JSON (docs/architecture.md); handed over, not copied.
         """
         counts = np.array(tokens_per_expert, dtype=np.int64, copy=True)
-        self._put("routing", (int(step), [int(layer) for layer in layers], counts))
+        self._put("routing", (int(step), [int(layer) for layer in layers], counts, dict(extra or {})))
 
     def alarm(self, record: Mapping[str, object]) -> None:
         """Record a change of an alarm (raised or cleared), as plain values."""
         self._put("alarm", dict(record))
+
+    def save_state(self, state: Mapping[str, Any]) -> None:
+        """Keep the alarms' memory for a resumed run; replaces the last one."""
+        self._put("state", dict(state))
+
+    def load_state(self) -> Mapping[str, Any] | None:
+        """Return what `save_state` kept last; None if there is nothing or it cannot be read."""
+        try:
+            state = orjson.loads((self.run_dir / STATE_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) else None
 
     def close(self) -> None:
         """Write what is left, let Trackio catch up, stop. Calling it again does nothing."""
@@ -167,6 +191,8 @@ class RunWriter:
             self._append(ROUTING_FILE, routing_line(self._opened.number, *item))
         elif kind == "alarm":
             self._append(ALARMS_FILE, alarm_line(self._opened.number, item))
+        elif kind == "state":
+            write_json(self.run_dir / STATE_FILE, item)
 
     def _append(self, name: str, line: bytes) -> None:
         self._files[name].append(line)
@@ -194,12 +220,18 @@ class RunWriter:
     def _report_files(self) -> None:
         for file in self._files.values():
             if file.error:
-                self._warn("file", f"{file.path} cannot be written ({file.error}); training goes on, lines wait in memory")
+                self._warn(
+                    "file",
+                    f"{file.path} cannot be written ({file.error}); training goes on, lines wait in memory",
+                )
 
     def _report_feeder(self) -> None:
         for message in self._feeder.news() if self._feeder is not None else ():
-            self._warn("trackio", f"{message}; training goes on and {METRICS_FILE} keeps every line. Later: "
-                                  f"megatron-moe report --import {self.run_dir}")
+            self._warn(
+                "trackio",
+                f"{message}; training goes on and {METRICS_FILE} keeps every line. Later: "
+                f"megatron-moe report --import {self.run_dir}",
+            )
 
     def _warn(self, subject: str, message: str) -> None:
         if subject not in self._warned:
