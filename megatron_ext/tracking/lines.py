@@ -62,9 +62,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(
-                orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | _OPTIONS, default=str)
-            )
+            stream.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | _OPTIONS, default=str))
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

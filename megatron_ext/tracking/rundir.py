@@ -120,9 +120,7 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
         UserError: There is no such directory or it holds no run.
     """
     if not path.is_dir():
-        raise UserError(
-            "no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir"
-        )
+        raise UserError("no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir")
     if not (path / RUN_FILE).exists() and not (path / METRICS_FILE).exists():
         raise UserError(
             "this directory holds no run",

@@ -28,8 +28,7 @@ def wanted(row: MetricRow, limit: int) -> dict[str, float | str]:
         ordered = sorted(kept, key=lambda key: _PER_LAYER.search(key) is not None)
         kept = {key: kept[key] for key in ordered[:limit]}
     return {
-        f"value/{key}" if key in RESERVED or key.startswith("__") else key: number(value)
-        for key, value in kept.items()
+        f"value/{key}" if key in RESERVED or key.startswith("__") else key: number(value) for key, value in kept.items()
     }
 
 
@@ -67,9 +66,7 @@ def picture(frame: RoutingFrame) -> np.ndarray:
 def alarm_title(record: Mapping[str, Any]) -> str:
     """Return an alert's title, for example `dead_expert raised: layer 3, expert 7`."""
     place = [f"{name} {record[name]}" for name in ("layer", "expert", "rank") if record.get(name) is not None]
-    return f"{record.get('name', 'alarm')} {record.get('state', 'raised')}" + (
-        f": {', '.join(place)}" if place else ""
-    )
+    return f"{record.get('name', 'alarm')} {record.get('state', 'raised')}" + (f": {', '.join(place)}" if place else "")
 
 
 def alarm_text(record: Mapping[str, Any]) -> str:

@@ -186,9 +186,7 @@ class Session:
         frames = merge_frames([frame for raw in self._routing.lines() if (frame := parse_routing_line(raw))])
         self._frames = len(frames)
         chosen = {
-            frame.step: frame
-            for index, frame in enumerate(frames, 1)
-            if pictured(index, self.options.trackio_images)
+            frame.step: frame for index, frame in enumerate(frames, 1) if pictured(index, self.options.trackio_images)
         }
         stored = {one.step: one.id for one in self._tables.rows() if IMAGE_KEY in one.metrics}
         self._tables.delete([number for step, number in stored.items() if step not in chosen])
@@ -202,17 +200,14 @@ class Session:
     def _log_picture(self, frame: RoutingFrame) -> None:
         scale = "brightest is 4 times the layer's mean or more"
         caption = f"step {frame.step}: a row a layer, a column an expert; {scale}"
-        self._run.log({IMAGE_KEY: self._trackio.Image(picture(frame), caption=caption)},
-        step=frame.step)
+        self._run.log({IMAGE_KEY: self._trackio.Image(picture(frame), caption=caption)}, step=frame.step)
 
     def _log_alarms(self, records: Sequence[dict[str, Any]], known: set[tuple[str, int]]) -> None:
         for record in records:
             title, step = alarm_title(record), int(record.get("step") or record.get("since_step") or 0)
             if (title, step) not in known:
                 level = (
-                    self._trackio.AlertLevel.INFO
-                    if record.get("state") == "cleared"
-                    else self._trackio.AlertLevel.WARN
+                    self._trackio.AlertLevel.INFO if record.get("state") == "cleared" else self._trackio.AlertLevel.WARN
                 )
                 self._run.alert(title, text=alarm_text(record), level=level, step=step)
 

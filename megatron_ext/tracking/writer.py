@@ -54,9 +54,7 @@ class RunWriter:
         self._row: _OpenRow | None = None
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
-        self._files = {
-            name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)
-        }
+        self._files = {name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)}
         self._warned: set[str] = set()
         self._closed = False
         self._feeder = TrackioFeeder(options) if options.trackio else None

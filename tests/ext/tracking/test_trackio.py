@@ -108,12 +108,13 @@ def test_equal_names_in_two_places_stay_two_runs(make_args, tmp_path: Path, kept
 def test_locked_database_costs_one_warning_and_imports_later(
     make_args, tmp_path: Path, kept, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr("megatron_ext.tracking.feeder.CLOSE_WAIT_S", 4.0)
     args = make_args()
     first = tracking.RunWriter.from_args(args, {})
     assert first is not None
     first.scalars(1, {"x": 1.0})
     first.close()
+    # The child would wait for the lock as long as it may; the test need not.
+    monkeypatch.setattr("megatron_ext.tracking.feeder.CLOSE_WAIT_S", 4.0)
     holder = sqlite3.connect(kept.path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     with caplog.at_level(logging.WARNING):
@@ -190,9 +191,7 @@ def test_full_disk_costs_one_warning_and_imports_later(make_args, tmp_path: Path
     assert sorted({step for step, _ in kept.rows()}) == list(range(1, 61))
 
 
-def test_thousand_keys_a_step_are_capped_in_trackio_and_kept_in_the_file(
-    make_args, tmp_path: Path, kept
-) -> None:
+def test_thousand_keys_a_step_are_capped_in_trackio_and_kept_in_the_file(make_args, tmp_path: Path, kept) -> None:
     writer = tracking.RunWriter.from_args(make_args(), {})
     assert writer is not None
     values = {f"moe/max_vio/layer_{layer}": float(layer) for layer in range(990)}
@@ -266,7 +265,5 @@ def test_picture_shows_load_as_brightness() -> None:
 
 
 def test_cap_drops_layers_before_totals() -> None:
-    row = MetricRow(
-        1, 0.0, 1, None, {"moe/x/layer_0": 1.0, "moe/x/layer_10": 1.0, "moe/x/max": 2.0, "loss": 3.0}
-    )
+    row = MetricRow(1, 0.0, 1, None, {"moe/x/layer_0": 1.0, "moe/x/layer_10": 1.0, "moe/x/max": 2.0, "loss": 3.0})
     assert set(wanted(row, 3)) == {"moe/x/layer_0", "moe/x/max", "loss"}
