@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from megatron_ext.data import check, load_manifest, verify_for_training
+from megatron_ext.data import add_arguments, check, load_manifest, verify_for_training
 from megatron_ext.data.indexed import megatron_indexed
 from megatron_ext.data.tokenizer import train_tokenizer
 from megatron_ext.errors import UserError
@@ -129,6 +129,13 @@ def _args(corpus: Path, **changes: Any) -> Namespace:
         "per_split_data_args_path": str(corpus / "blend.json"),
     }
     return Namespace(**{**values, **changes})
+
+
+def test_training_flag_is_a_plain_path_or_none() -> None:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args([]).moe_ext_manifest is None
+    assert parser.parse_args(["--moe-ext-manifest", "m.json"]).moe_ext_manifest == "m.json"
 
 
 def test_good_training_command_passes(corpus: Path) -> None:
