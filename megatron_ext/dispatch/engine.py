@@ -133,37 +133,22 @@ class Engine:
     def _first_hop(self, ids: Tensor, counts: PendingCounts) -> tuple[Hop, int]:
         layout = self.layout
         if self.two_hops:
-            dest, size, me, group, name = (
-                routing.to_nodes(ids, layout),
-                layout.num_nodes,
-                layout.node,
-                self.groups.rail,
-                "the rail hop",
-            )
+            to, me, group, name = routing.all_nodes(layout), layout.node, self.groups.rail, "the rail hop"
         else:
-            dest, size, me, group, name = (
-                routing.to_ranks(ids, layout),
-                layout.world,
-                layout.rank,
-                self.groups.world,
-                "the all-to-all",
-            )
+            to, me, group, name = routing.all_ranks(layout), layout.rank, self.groups.world, "the all-to-all"
         if self.is_static(ids.shape[1]):
             capacity = self._capacity(len(ids))
-            splits = tuple(0 if peer == me else capacity for peer in range(size))
-            slots = routing.fixed_slots(dest, size, last=me, capacity=capacity)
-            return Hop(slots, Exchange(group, layout, name, me, splits, splits, fixed=True), capacity), sum(
-                splits
-            )
-        slots = routing.assign_slots(dest, size, last=me).slots
+            splits = tuple(0 if peer == me else capacity for peer in range(to.number))
+            slots = routing.fixed_slots(ids, to, capacity)
+            return Hop(slots, Exchange(group, layout, name, me, splits, splits, fixed=True), capacity), sum(splits)
+        slots = routing.assign_slots(ids, to).slots
         known = counts.wait()
         send, recv = known.rail_splits() if self.two_hops else known.rank_splits()
         return _hop(slots, group, layout, name, me, send, recv)
 
     def _second_hop(self, ids: Tensor, counts: PendingCounts) -> Hop:
         layout = self.layout
-        dest = routing.to_node_ranks(ids, layout)
-        slots = routing.assign_slots(dest, layout.ranks_per_node, last=layout.local_rank).slots
+        slots = routing.assign_slots(ids, routing.node_ranks(layout)).slots
         send, recv = counts.wait().node_splits()
         return _hop(slots, self.groups.node, layout, "the node hop", layout.local_rank, send, recv)[0]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.dispatch.layout import Layout
+from megatron_ext.dispatch.switch import use_kernels
 
 
 @dataclass(frozen=True)
@@ -64,35 +65,53 @@ def sort_choices(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return ids.long().gather(1, order), weights.gather(1, order)
 
 
-def to_ranks(ids: Tensor, layout: Layout) -> Tensor:
-    """Destination rank of each choice, [T, K], -1 for none."""
-    return ids.div(layout.num_local_experts, rounding_mode="floor")
+@dataclass(frozen=True)
+class Destinations:
+    """How a step divides the experts: ranges of `size` experts from `first` on, `count` experts in all.
+
+    Args:
+        first: The first expert that the step serves.
+        count: Experts that it serves, a multiple of `size`.
+        size: Experts of one destination.
+        last: The destination that is put at the end (a rank's own copies, which do not travel), if any.
+    """
+
+    first: int
+    count: int
+    size: int
+    last: int | None = None
+
+    @property
+    def number(self) -> int:
+        """D."""
+        return self.count // self.size
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The destination of each choice, [T, K] int64, -1 where the step does not serve it."""
+        offset = ids - self.first
+        served = (offset >= 0) & (offset < self.count)
+        return torch.where(served, offset.div(self.size, rounding_mode="floor"), -1)
 
 
-def to_nodes(ids: Tensor, layout: Layout) -> Tensor:
-    """Destination node of each choice, [T, K], -1 for none."""
-    return ids.div(layout.num_local_experts * layout.ranks_per_node, rounding_mode="floor")
+def all_ranks(layout: Layout) -> Destinations:
+    """Every rank of the group, this one last."""
+    return Destinations(0, layout.num_experts, layout.num_local_experts, layout.rank)
 
 
-def to_node_ranks(ids: Tensor, layout: Layout) -> Tensor:
-    """Place in this node of each choice's rank, [T, K], -1 where the choice lies in another node."""
-    return _inside(
-        ids,
-        layout.node * layout.ranks_per_node * layout.num_local_experts,
-        layout.ranks_per_node * layout.num_local_experts,
-        layout.num_local_experts,
-    )
+def all_nodes(layout: Layout) -> Destinations:
+    """Every node, this one last."""
+    return Destinations(0, layout.num_experts, layout.num_local_experts * layout.ranks_per_node, layout.node)
 
 
-def to_local_experts(ids: Tensor, layout: Layout) -> Tensor:
-    """Local expert of each choice, [T, K], -1 where another rank holds it."""
-    return _inside(ids, layout.rank * layout.num_local_experts, layout.num_local_experts, 1)
+def node_ranks(layout: Layout) -> Destinations:
+    """The ranks of this node, this one last."""
+    count = layout.num_local_experts * layout.ranks_per_node
+    return Destinations(layout.node * count, count, layout.num_local_experts, layout.local_rank)
 
 
-def _inside(ids: Tensor, first: int, count: int, size: int) -> Tensor:
-    offset = ids - first
-    kept = (offset >= 0) & (offset < count)
-    return torch.where(kept, offset.div(size, rounding_mode="floor"), -1)
+def local_experts(layout: Layout) -> Destinations:
+    """This rank's experts."""
+    return Destinations(layout.rank * layout.num_local_experts, layout.num_local_experts, 1)
 
 
 def first_of_run(dest: Tensor) -> Tensor:
@@ -106,64 +125,78 @@ def first_of_run(dest: Tensor) -> Tensor:
     return torch.cat([dest[:, :1], dest[:, 1:].masked_fill(repeated, -1)], dim=1)
 
 
-def assign_slots(dest: Tensor, num_dest: int, *, last: int | None = None) -> SlotTable:
+def assign_slots(ids: Tensor, to: Destinations) -> SlotTable:
     """Number the copies of every row, by destination and then by row.
 
     Args:
-        dest: [T, K] int64, the destination of each choice, -1 for none, equal ones next to each other.
-        num_dest: D.
-        last: The destination that is put at the end (a rank's own copies, which do not travel).
+        ids: [T, K] int64.
+        to: Where they may go.
     """
-    tokens, top_k = dest.shape
-    dest = first_of_run(dest)
-    place = dest if last is None else own_last(dest, last, num_dest)
-    rows = torch.arange(tokens, device=dest.device).unsqueeze(1)
-    # One flat mark a (destination, row), destination-major: a running sum over it numbers the rows. Marks
-    # beyond the end collect the empty choices.
-    flat = torch.where(dest >= 0, place * tokens + rows, num_dest * tokens)
-    marks = torch.zeros(num_dest * tokens + 1, dtype=torch.int32, device=dest.device)
-    marks.scatter_(0, flat.reshape(-1), 1)
-    running = marks[:-1].cumsum(0, dtype=torch.int32)
+    tokens, top_k = ids.shape
     if tokens == 0:
-        return SlotTable(dest.int(), marks.new_zeros(num_dest))
-    found = running[flat.clamp(max=num_dest * tokens - 1)] - 1
-    slots = torch.where(dest >= 0, found, -1)
-    return SlotTable(slots.int().view(tokens, top_k), running[tokens - 1 :: tokens].contiguous())
+        return SlotTable(ids.int(), torch.zeros(to.number, dtype=torch.int32, device=ids.device))
+    # One mark a (destination, row), destination-major: a running sum over the marks numbers the rows.
+    marks = torch.zeros(to.number * tokens + 1, dtype=torch.int32, device=ids.device)
+    if use_kernels(ids):
+        from megatron_ext.dispatch import routing_kernels
+
+        routing_kernels.mark(ids, to, marks)
+        running = marks.cumsum(0, dtype=torch.int32)
+        slots = routing_kernels.look_up(ids, to, running)
+    else:
+        flat = _flat(ids, to)
+        marks.scatter_(0, flat.reshape(-1), 1)
+        marks[-1] = 0  # the place of empty choices
+        running = marks.cumsum(0, dtype=torch.int32)
+        slots = torch.where(flat < len(marks) - 1, running[flat] - 1, -1).int()
+    return SlotTable(slots.view(tokens, top_k), running[tokens - 1 : -1 : tokens].contiguous())
 
 
-def own_last(dest: Tensor, own: int, num_dest: int) -> Tensor:
-    """Renumber destinations so that `own` is the last: the others keep their order."""
-    return torch.where(dest == own, num_dest - 1, dest - (dest > own).to(dest.dtype))
+def _flat(ids: Tensor, to: Destinations) -> Tensor:
+    dest = first_of_run(to.of(ids))
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    return torch.where(dest >= 0, own_last(dest, to) * len(ids) + rows, to.number * len(ids))
 
 
-def fixed_slots(dest: Tensor, num_dest: int, *, last: int, capacity: int) -> Tensor:
-    """Slots where every destination has a block of `capacity` rows: block times capacity plus t, [T, K]
-    int32."""
-    dest = first_of_run(dest)
-    rows = torch.arange(dest.shape[0], device=dest.device).unsqueeze(1)
-    return torch.where(dest >= 0, own_last(dest, last, num_dest) * capacity + rows, -1).int()
+def own_last(dest: Tensor, to: Destinations) -> Tensor:
+    """Renumber destinations so that `to.last` is the last: the others keep their order."""
+    if to.last is None:
+        return dest
+    return torch.where(dest == to.last, to.number - 1, dest - (dest > to.last).to(dest.dtype))
+
+
+def fixed_slots(ids: Tensor, to: Destinations, capacity: int) -> Tensor:
+    """Slots where every destination has a block of `capacity` rows: block times capacity plus t, [T, K] int32."""
+    dest = first_of_run(to.of(ids))
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    return torch.where(dest >= 0, own_last(dest, to) * capacity + rows, -1).int()
 
 
 def count_vector(ids: Tensor, layout: Layout) -> Tensor:
     """Count what this rank sends: [1 + W + N + E + 1] int32.
 
-    The tokens here; rows for each rank and for each node (each token once); choices of each expert; and
-    the sum of all these as a check. See `counts.Counts`.
+    The tokens here; rows for each rank and for each node (each token once); choices of each expert; and the sum of all
+    these as a check. See `counts.Counts`.
     """
-    world, nodes = layout.world, layout.num_nodes
-    size = 1 + world + nodes + layout.num_experts
-    ranks, places = first_of_run(to_ranks(ids, layout)), first_of_run(to_nodes(ids, layout))
-    bins = torch.cat(
-        [
-            torch.where(ranks >= 0, ranks + 1, size),
-            torch.where(places >= 0, places + 1 + world, size),
-            torch.where(ids >= 0, ids + 1 + world + nodes, size),
-        ]
-    ).reshape(-1)
+    size = 1 + layout.world + layout.num_nodes + layout.num_experts
     counted = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
-    counted.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))
-    counted[0] = ids.shape[0]
-    counted[-1] = counted[:-1].sum()
+    if use_kernels(ids):
+        from megatron_ext.dispatch import routing_kernels
+
+        routing_kernels.count(ids, layout, counted)
+    else:
+        bins, start = [], 1
+        for dest, number in (
+            (first_of_run(all_ranks(layout).of(ids)), layout.world),
+            (first_of_run(all_nodes(layout).of(ids)), layout.num_nodes),
+            (ids, layout.num_experts),
+        ):
+            bins.append(torch.where(dest >= 0, dest + start, size))
+            start += number
+        flat = torch.cat(bins).reshape(-1)
+        counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    counted[:1] = ids.shape[0]
+    counted[-1:] = counted[:-1].sum(dtype=torch.int32)
     return counted
 
 
@@ -188,11 +221,11 @@ def expert_slots(ids: Tensor, layout: Layout, *, align: int = 0) -> Tensor:
         layout: The group.
         align: Start every expert at a multiple of this many rows (0 or 1: no gaps).
     """
-    dest = to_local_experts(ids, layout)
-    table = assign_slots(dest, layout.num_local_experts)
+    to = local_experts(layout)
+    table = assign_slots(ids, to)
     if align <= 1:
         return table.slots
     counts = torch.diff(table.ends, prepend=table.ends.new_zeros(1))
     gaps = (-counts).remainder(align)
-    shift = (gaps.cumsum(0, dtype=torch.int32) - gaps)[dest.clamp(min=0)]
+    shift = (gaps.cumsum(0, dtype=torch.int32) - gaps)[to.of(ids).clamp(min=0)]
     return torch.where(table.slots >= 0, table.slots + shift, -1).int()

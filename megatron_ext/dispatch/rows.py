@@ -10,12 +10,10 @@ rows of `near` (this rank's own, which never travel).
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-KERNELS_VARIABLE = "MOE_EXT_DISPATCH_KERNELS"  # "torch" switches the Triton kernels off
+from megatron_ext.dispatch.switch import use_kernels
 
 
 def spread_rows(src: Tensor, slots: Tensor, far: Tensor, near: Tensor | None = None) -> None:
@@ -29,7 +27,7 @@ def spread_rows(src: Tensor, slots: Tensor, far: Tensor, near: Tensor | None = N
     """
     if src.shape[0] == 0 or src.shape[1] == 0:
         return
-    if _use_kernels(src):
+    if use_kernels(src):
         from megatron_ext.dispatch import kernels
 
         kernels.spread_rows(src, slots, far, near)
@@ -51,7 +49,7 @@ def sum_rows(slots: Tensor, far: Tensor, near: Tensor | None, out: Tensor) -> No
     """
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
-    if _use_kernels(out):
+    if use_kernels(out):
         from megatron_ext.dispatch import kernels
 
         kernels.sum_rows(slots, far, near, out)
@@ -77,7 +75,3 @@ def _put(dst: Tensor, src: Tensor, column: Tensor, start: int) -> None:
 def _add(total: Tensor, rows: Tensor, column: Tensor, start: int) -> None:
     kept = (column >= start) & (column < start + len(rows))
     total[kept] += rows[(column[kept] - start).long()].to(total.dtype)
-
-
-def _use_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and os.environ.get(KERNELS_VARIABLE, "triton") != "torch"

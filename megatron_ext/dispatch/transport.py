@@ -141,6 +141,8 @@ class Exchange:
     def share(self, own: Tensor, recv: Tensor) -> None:
         """The static form: send the same rows `own` [capacity, C] to every peer."""
         peers = [r for r in range(len(self.send_splits)) if r != self.me]
+        if not peers or own.numel() == 0:
+            return
         if len(peers) == 1:
             self._exchange(own, recv, self.send_splits, self.recv_splits)
             return

@@ -109,6 +109,13 @@ def make_data(case: Case) -> Data:
     )
 
 
+def to_device(data: Data, device: torch.device) -> Data:
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.to(device) for t in tensors]
+
+    return Data(*map(moved, (data.x, data.ids, data.weights, data.grads)), data.experts.to(device))
+
+
 def run_dispatcher(case: Case, data: Data, rank: int, groups: Groups) -> list[Tensor]:
     """Forward and both gradients through the dispatcher: output, grad of x, grad of weights, grad of experts."""
     layout = Layout(case.ep, rank, case.num_local_experts, case.ranks_per_node)
@@ -123,9 +130,7 @@ def run_dispatcher(case: Case, data: Data, rank: int, groups: Groups) -> list[Te
         assert not case.align or (counts % case.align == 0).all()
         parts = [
             torch.tanh(part @ mine[e]) * w.unsqueeze(1).to(part.dtype)
-            for e, (part, w) in enumerate(
-                zip(out.split(counts.tolist()), flat.split(counts.tolist()), strict=True)
-            )
+            for e, (part, w) in enumerate(zip(out.split(counts.tolist()), flat.split(counts.tolist()), strict=True))
         ]
         return combine(engine, from_experts(torch.cat(parts), order, gaps=case.align > 1), handle)
 
@@ -155,22 +160,32 @@ def run_dense(case: Case, data: Data) -> list[list[Tensor]]:
     zero = torch.zeros_like(experts)
     grads = experts.grad if experts.grad is not None else zero
     per_rank = grads.split(case.num_local_experts)
-    return [
-        [parts[r], _grad(x[r]), _grad(weights[r]), per_rank[r]] for r in range(case.ep)
-    ]
+    return [[parts[r], _grad(x[r]), _grad(weights[r]), per_rank[r]] for r in range(case.ep)]
 
 
 def _grad(leaf: Tensor) -> Tensor:
     return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
 
 
-def check_case(case: Case, rank: int, groups: Groups) -> None:
+_groups: dict[tuple[int, bool], Groups] = {}
+
+
+def run_case_on(case: Case, rank: int, device: torch.device) -> None:
+    """Check a case over the whole default group, on a device."""
+    check_case(case, rank, groups_for(case, rank, dist.group.WORLD, _groups), device)
+
+
+def check_case(case: Case, rank: int, groups: Groups, device: torch.device | None = None) -> None:
     """Compare one rank of a case with the dense reference, and with a second run of itself bit for bit."""
     data = make_data(case)
+    if device is not None:
+        data = to_device(data, device)
     got, again = (run_dispatcher(case, data, rank, groups) for _ in range(2))
     want = run_dense(case, data)[rank]
     bound = 2e-6 if case.dtype == torch.float32 else 4e-2
-    for name, one, two, right in zip(("output", "grad x", "grad weights", "grad experts"), got, again, want, strict=True):
+    for name, one, two, right in zip(
+        ("output", "grad x", "grad weights", "grad experts"), got, again, want, strict=True
+    ):
         assert torch.equal(one, two), f"{case}: {name} differs when repeated"
         gap = (one.float() - right).abs().max().item() if one.numel() else 0.0
         scale = max(1.0, right.abs().max().item() if right.numel() else 1.0)

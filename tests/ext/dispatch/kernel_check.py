@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from megatron_ext.dispatch import kernels, rows
+from megatron_ext.dispatch import kernels, routing, routing_kernels, rows
+from megatron_ext.dispatch.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -60,12 +61,37 @@ def check(seed: int, device: str) -> None:
         assert torch.equal(near.cpu(), want_near), f"spread near, seed {seed}: {width} {dtype} split {split}"
 
 
+def check_routing(seed: int, device: str) -> None:
+    """One random case of slot tables and counts: kernels on `device` against the torch path on the CPU."""
+    draw = random.Random(seed)
+    made = torch.Generator().manual_seed(seed)
+    ranks_per_node, nodes, local = draw.choice([1, 2, 4]), draw.choice([1, 2, 4]), draw.choice([1, 2, 8])
+    world = ranks_per_node * nodes
+    layout = Layout(world, draw.randrange(world), local, ranks_per_node)
+    tokens, top_k = draw.choice([1, 5, 127, 129]), min(draw.choice([1, 2, 3, 8]), layout.num_experts)
+    ids = torch.rand(tokens, layout.num_experts, generator=made).topk(top_k, dim=1).indices
+    ids = ids.masked_fill(torch.rand(tokens, top_k, generator=made) < 0.2, -1)
+    ids = routing.sort_choices(ids, torch.zeros(tokens, top_k))[0]
+    there = ids.to(device)
+    for to in (routing.all_ranks, routing.all_nodes, routing.node_ranks, routing.local_experts):
+        want = routing.assign_slots(ids, to(layout))
+        marks = torch.zeros(to(layout).number * tokens + 1, dtype=torch.int32, device=device)
+        routing_kernels.mark(there, to(layout), marks)
+        slots = routing_kernels.look_up(there, to(layout), marks.cumsum(0, dtype=torch.int32))
+        assert torch.equal(slots.cpu(), want.slots), f"slots, seed {seed}: {to.__name__} {layout}"
+    counted = torch.zeros(2 + world + nodes + layout.num_experts, dtype=torch.int32, device=device)
+    routing_kernels.count(there, layout, counted)
+    want_counts = routing.count_vector(ids, layout)
+    assert torch.equal(counted.cpu()[1:-1], want_counts[1:-1]), f"counts, seed {seed}: {layout}"
+
+
 def main() -> int:
     """Run the cases."""
     device = sys.argv[1]
     count = 200 if device == "cuda" else 40
     for seed in range(count):
         check(seed, device)
+        check_routing(seed, device)
     print(f"{count} cases equal on {device}")
     return 0
 

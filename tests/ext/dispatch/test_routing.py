@@ -45,27 +45,27 @@ def test_sort_choices_moves_weights_and_puts_empty_choices_last() -> None:
 
 
 def test_destinations_of_ranks_nodes_and_local_experts() -> None:
-    assert routing.to_ranks(IDS, LAYOUT).tolist() == [[0, 0, 3], [1, 1, -1], [0, 2, 2], [-1, -1, -1]]
-    assert routing.to_nodes(IDS, LAYOUT).tolist() == [[0, 0, 1], [0, 0, -1], [0, 1, 1], [-1, -1, -1]]
-    assert routing.to_node_ranks(IDS, LAYOUT).tolist() == [[0, 0, -1], [1, 1, -1], [0, -1, -1], [-1, -1, -1]]
-    assert routing.to_local_experts(IDS, LAYOUT).tolist() == [[-1, -1, -1], [0, 1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert routing.all_ranks(LAYOUT).of(IDS).tolist() == [[0, 0, 3], [1, 1, -1], [0, 2, 2], [-1, -1, -1]]
+    assert routing.all_nodes(LAYOUT).of(IDS).tolist() == [[0, 0, 1], [0, 0, -1], [0, 1, 1], [-1, -1, -1]]
+    assert routing.node_ranks(LAYOUT).of(IDS).tolist() == [[0, 0, -1], [1, 1, -1], [0, -1, -1], [-1, -1, -1]]
+    assert routing.local_experts(LAYOUT).of(IDS).tolist() == [[-1, -1, -1], [0, 1, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
 def test_slots_are_ordered_by_destination_then_row_with_own_rows_last() -> None:
-    table = routing.assign_slots(routing.to_ranks(IDS, LAYOUT), 4, last=1)
+    table = routing.assign_slots(IDS, routing.all_ranks(LAYOUT))
     # Output rows: rank 0 gets tokens 0 and 2, rank 2 gets 2, rank 3 gets 0, own rank 1 gets 1.
     assert table.slots.tolist() == [[0, -1, 3], [4, -1, -1], [1, 2, -1], [-1, -1, -1]]
     assert table.ends.tolist() == [2, 3, 4, 5]
 
 
 def test_slots_of_no_rows_are_empty() -> None:
-    table = routing.assign_slots(torch.empty(0, 3, dtype=torch.long), 4, last=0)
+    table = routing.assign_slots(torch.empty(0, 3, dtype=torch.long), routing.all_ranks(LAYOUT))
     assert table.slots.shape == (0, 3)
     assert table.ends.tolist() == [0, 0, 0, 0]
 
 
 def test_fixed_slots_give_every_destination_a_block() -> None:
-    slots = routing.fixed_slots(routing.to_nodes(IDS, LAYOUT), 2, last=0, capacity=10)
+    slots = routing.fixed_slots(IDS, routing.all_nodes(LAYOUT), 10)
     assert slots.tolist() == [[10, -1, 0], [11, -1, -1], [12, 2, -1], [-1, -1, -1]]
 
 
