@@ -166,6 +166,12 @@ _MAP = (
         "it doesn't.", Worse.UP,
     ),
     Metric(
+        "balance_loss", "Load-balancing loss", "",
+        "E * sum over experts of (n_e / sum n_e) * mean probability of e", "global batch", Source.LOGITS,
+        "1: even, or flat probabilities over any load. Computed whether or not such a loss is trained on.",
+        Worse.UP,
+    ),
+    Metric(
         "bias_spread", "Expert bias spread", "logits",
         "max(bias) - min(bias)", "step", Source.MAP,
         "How far the load-balancing bias has to push. Growing without end: it can't win.", Worse.UP,
@@ -314,7 +320,7 @@ _STEP = (
         "Rising: attention is about to overflow.", Worse.UP, "max_attention_logit",
     ),
     Metric(
-        "load_balancing_loss", "Load-balancing loss", "",
+        "load_balancing_loss", "Load-balancing loss, trained on", "",
         "E * sum over experts of share of tokens * mean probability", "step", Source.STEP,
         "1 for an even load, but also for flat probabilities over an uneven load.",
         Worse.UP, "load_balancing_loss",
