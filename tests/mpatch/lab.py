@@ -76,9 +76,7 @@ def release(name: str) -> dict[str, str]:
     files["fake/train.py"] = "# Trains.\n" + files["fake/train.py"]
     if name == "moved":
         header = "\n".join(f"OPTION_{n} = {n}" for n in range(30))
-        files["fake/core/router.py"] = ROUTER.replace(
-            "\n\nclass Router:", f"\n\n{header}\n\n\nclass Router:", 1
-        )
+        files["fake/core/router.py"] = ROUTER.replace("\n\nclass Router:", f"\n\n{header}\n\n\nclass Router:", 1)
     if name == "absorbed":
         files["fake/core/loss.py"] = files["fake/core/loss.py"].replace("len(values)", "max(len(values), 1)")
     return files
@@ -205,8 +203,7 @@ class Lab:
     ) -> Path:
         path = self.root.parent / "message.txt"
         path.write_text(
-            f"{subject}\n\nBecause it is a test.\n\n"
-            + TRAILERS.format(needs=needs, status=status, proof=proof)
+            f"{subject}\n\nBecause it is a test.\n\n" + TRAILERS.format(needs=needs, status=status, proof=proof)
         )
         return path
 

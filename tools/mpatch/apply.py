@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from tools.mpatch.files import finish_swap, locked, recover, write_bytes
 from tools.mpatch.index import Progress
 from tools.mpatch.output import Answer
 from tools.mpatch.pins import Base, Pins
+from tools.mpatch.records import write_records
 from tools.mpatch.series import Series, load_series
 from tools.mpatch.stack import Stack, build
 from tools.mpatch.state import APPLIED, State, load_state
@@ -92,7 +92,7 @@ def _apply(
     ):
         edits = differences(checkout.place, store.tree(state.tree))
         if not edits:
-            wrote = write_pins(checkout, pins, series, state)
+            wrote = write_records(checkout, store, pins, series, state)
             return Answer(
                 [f"already applied ({count} of {count}) on {base.describe()}"],
                 _data(checkout, state, "already applied", [checkout.shown(path) for path in wrote]),
@@ -101,12 +101,10 @@ def _apply(
     stack = build(store, fetched.tree, series.patches)
     if state is not None:
         _settle_edits(checkout, store, state, stack, save, discard)
-    made = State(
-        base.name, fetched.tree, stack.base_commit, stack.tree, series.digest(fetched.tree), stack.steps
-    )
+    made = State(base.name, fetched.tree, stack.base_commit, stack.tree, series.digest(fetched.tree), stack.steps)
     lay_out(store, checkout.place, stack.commit, stack.tree, made)
     checkout.move_file.unlink(missing_ok=True)
-    wrote = [checkout.place, *write_pins(checkout, pins, series, made)]
+    wrote = [checkout.place, *write_records(checkout, store, pins, series, made)]
     unchecked = "" if fetched.checked else "; the base is unchecked: no tree id is pinned"
     return Answer(
         [f"applied ({count} of {count}) on {base.describe()}{unchecked}"],
@@ -147,24 +145,6 @@ def _data(checkout: Checkout, state: State, result: str, wrote: list[str]) -> di
     }
 
 
-def write_pins(checkout: Checkout, pins: Pins, series: Series, state: State) -> list[Path]:
-    """Write build/pins.json, which the rest of the distribution reads, unless it is right already."""
-    values = {
-        **pins.raw,
-        "base": state.base,
-        "base_tree": state.base_tree,
-        "patched_tree": state.tree,
-        "series_digest": state.series_digest,
-        "patches": series.slugs(),
-    }
-    path = checkout.build / "pins.json"
-    data = (json.dumps(values, indent=2) + "\n").encode()
-    if path.is_file() and path.read_bytes() == data:
-        return []
-    write_bytes(path, data)
-    return [path]
-
-
 def verify(checkout: Checkout) -> Answer:
     """Prove the tree: base by its pinned tree id, each patch's files before and after, each file on disk.
 
@@ -175,9 +155,7 @@ def verify(checkout: Checkout) -> Answer:
     pins, series = checkout.pins(), load_series(checkout)
     state = load_state(checkout.place)
     if state is None:
-        raise TreeMissing(
-            "there is no patched tree", where=checkout.shown(checkout.place), remedy="mpatch apply"
-        )
+        raise TreeMissing("there is no patched tree", where=checkout.shown(checkout.place), remedy="mpatch apply")
     if not series.patches:
         raise NothingChecked(
             "the series is empty: zero patches were checked",
@@ -248,9 +226,7 @@ def status(checkout: Checkout) -> Answer:
     return Answer(lines, data, code)
 
 
-def _tree_word(
-    checkout: Checkout, pins: Pins, series: Series, state: State | None, store: Store
-) -> tuple[str, int]:
+def _tree_word(checkout: Checkout, pins: Pins, series: Series, state: State | None, store: Store) -> tuple[str, int]:
     if state is None:
         return "missing; mpatch apply makes it", 2
     edits = differences(checkout.place, store.tree(state.tree))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, edit, listing, sources
+from tools.mpatch import apply, edit, listing, rebase, sources
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -39,9 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", default="", help="a base of upstream.toml (default: default_base)")
-    parser.add_argument(
-        "--offline", type=Path, metavar="DIR", help="take the sdist from this folder, ask no index"
-    )
+    parser.add_argument("--offline", type=Path, metavar="DIR", help="take the sdist from this folder, ask no index")
     parser.add_argument(
         "--from",
         dest="origin",
@@ -53,18 +51,14 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
 
 def _apply_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the tree's foreign edits there, then go on"
-    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the tree's foreign edits there, then go on")
     parser.add_argument("--discard", action="store_true", help="throw the tree's foreign edits away")
 
 
 def _fetch(checkout: Checkout, options: Options) -> Answer:
     base = checkout.pins().base(options.base)
     with apply.working(checkout, "fetch"):
-        got = sources.fetch(
-            checkout, base, offline=options.offline, origin=options.origin, progress=_progress()
-        )
+        got = sources.fetch(checkout, base, offline=options.offline, origin=options.origin, progress=_progress())
     word = "verified" if got.checked else "unchecked: no tree id is pinned"
     return Answer(
         [f"{base.name}: {base.describe()}, tree {got.tree} ({word}), from {got.source}"],
@@ -86,18 +80,12 @@ def _apply(checkout: Checkout, options: Options) -> Answer:
 
 def _new_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug", metavar="TOPIC/SLUG")
-    parser.add_argument(
-        "--after", default="", metavar="SLUG", help="put it after this patch instead of on top"
-    )
-    parser.add_argument(
-        "--message", type=Path, metavar="FILE", help="subject, body and trailers (- reads stdin)"
-    )
+    parser.add_argument("--after", default="", metavar="SLUG", help="put it after this patch instead of on top")
+    parser.add_argument("--message", type=Path, metavar="FILE", help="subject, body and trailers (- reads stdin)")
 
 
 def _refresh_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "slug", nargs="?", default="", help="the patch that gets the changes (default: the open one)"
-    )
+    parser.add_argument("slug", nargs="?", default="", help="the patch that gets the changes (default: the open one)")
     parser.add_argument("--message", type=Path, metavar="FILE", help="a new message (- reads stdin)")
 
 
@@ -117,14 +105,36 @@ def _text(path: Path | None) -> str:
 
 def _show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
-    parser.add_argument(
-        "--message", action="store_true", help="only the message, as --message of refresh takes it"
-    )
+    parser.add_argument("--message", action="store_true", help="only the message, as --message of refresh takes it")
 
 
 def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
     parser.add_argument("--because", required=True, help="why it goes; belongs into the commit message")
+
+
+def _rebase_options(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--onto", metavar="BASE", help="a base of upstream.toml; becomes the default one")
+    what.add_argument("--continue", dest="go_on", action="store_true", help="the place that it waited at is settled")
+    what.add_argument("--abort", action="store_true", help="leave it; series and tree are as before")
+    parser.add_argument("--drop-absorbed", action="store_true", help="let patches go that the new base has")
+    parser.add_argument("--offline", type=Path, metavar="DIR", help="take the sdist from this folder, ask no index")
+    parser.add_argument("--from", dest="origin", default="", metavar="CLONE", help="take a git base from there")
+
+
+def _rebase(checkout: Checkout, options: Options) -> Answer:
+    if options.abort:
+        return rebase.abort(checkout)
+    if options.go_on:
+        return rebase.resume(checkout, drop_absorbed=options.drop_absorbed)
+    return rebase.rebase(
+        checkout,
+        options.onto,
+        offline=options.offline,
+        origin=options.origin,
+        drop_absorbed=options.drop_absorbed,
+    )
 
 
 def _slug(parser: argparse.ArgumentParser) -> None:
@@ -157,9 +167,8 @@ VERBS: dict[str, Verb] = {
         _refresh_options,
         lambda c, o: edit.refresh(c, o.slug, text=_text(o.message)),
     ),
-    "drop": Verb(
-        "take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)
-    ),
+    "rebase": Verb("move the series to another base, resumable", _rebase_options, _rebase),
+    "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }
 
 
@@ -185,9 +194,7 @@ def parser() -> argparse.ArgumentParser:
     for name, verb in VERBS.items():
         one = verbs.add_parser(name, help=verb.summary, description=verb.summary)
         one.add_argument("--json", action="store_true", help="print the answer as JSON")
-        one.add_argument(
-            "--root", metavar="DIR", help="the checkout (default: the one around the current folder)"
-        )
+        one.add_argument("--root", metavar="DIR", help="the checkout (default: the one around the current folder)")
         verb.options(one)
     return top
 

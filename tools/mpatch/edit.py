@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from tools.mpatch import readme
-from tools.mpatch.apply import working, write_pins
+from tools.mpatch.apply import working
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import (
     EditOpen,
@@ -17,13 +15,12 @@ from tools.mpatch.errors import (
     TreeMissing,
     UsageError,
 )
-from tools.mpatch.files import commit_files, write_bytes
-from tools.mpatch.message import TRAILERS, Message, message
+from tools.mpatch.files import write_bytes
+from tools.mpatch.message import Message, message
+from tools.mpatch.move import Move, run_move
 from tools.mpatch.output import Answer
-from tools.mpatch.patchfile import Patch, parse, render
-from tools.mpatch.plan import ABSORBED, EXACT, Item, Moved, Stop, advance, items_of, patch_of
-from tools.mpatch.series import SLUG, Series, load_series, render_order
-from tools.mpatch.stack import build
+from tools.mpatch.plan import Item, items_of
+from tools.mpatch.series import SLUG, Series, load_series
 from tools.mpatch.state import APPLIED, EDIT, NEW, State, dump, load_state, state_path
 from tools.mpatch.store import Store
 from tools.mpatch.tree import foreign, lay_out, worktree_tree
@@ -58,9 +55,7 @@ def open_tree(checkout: Checkout, *, modes: tuple[str, ...] = (APPLIED,)) -> tup
             remedy="mpatch apply",
         )
     if checkout.move_file.exists():
-        raise EditOpen(
-            "a rebase or refresh waits", remedy="mpatch rebase --continue, or: mpatch rebase --abort"
-        )
+        raise EditOpen("a rebase or refresh waits", remedy="mpatch rebase --continue, or: mpatch rebase --abort")
     if state.mode not in modes:
         raise EditOpen(
             f"{state.mode} of {state.slug} is open",
@@ -83,9 +78,7 @@ def edit(checkout: Checkout, slug: str) -> Answer:
         lay_out(store, checkout.place, step.commit, step.tree, opened)
     place = checkout.shown(checkout.place)
     return Answer(
-        [
-            f"open at {step.slug} ({at + 1} of {len(state.steps)}): change files under {place}, then: mpatch refresh"
-        ],
+        [f"open at {step.slug} ({at + 1} of {len(state.steps)}): change files under {place}, then: mpatch refresh"],
         {"open": step.slug, "position": at + 1, "tree": place},
     )
 
@@ -101,9 +94,7 @@ def new(checkout: Checkout, slug: str, *, after: str = "", text: str = "") -> An
     with working(checkout, "new"):
         state, series = open_tree(checkout)
         if slug in series.slugs():
-            raise SeriesWrong(
-                f"{slug} is in the series already", where="patches/series", remedy=f"mpatch edit {slug}"
-            )
+            raise SeriesWrong(f"{slug} is in the series already", where="patches/series", remedy=f"mpatch edit {slug}")
         name = slug.partition("/")[2]
         text = text or TEMPLATE.format(subject=name.replace("-", " "), name=name.replace("-", "_"))
         message(text)  # refuses what could not be carried, before any work is put into it
@@ -129,7 +120,7 @@ def refresh(checkout: Checkout, slug: str = "", *, text: str = "") -> Answer:
 
     Raises:
         NothingToRefresh: neither files nor message change.
-        MoveConflict: a later patch does not fit any more; nothing is written.
+        MoveConflict, WrongPlace, PatchAbsorbed: a later patch needs a person; the tree shows it.
     """
     with working(checkout, "refresh"):
         state, series = open_tree(checkout, modes=(APPLIED, EDIT, NEW))
@@ -144,11 +135,9 @@ def refresh(checkout: Checkout, slug: str = "", *, text: str = "") -> Answer:
                 where=checkout.shown(checkout.place),
                 remedy="change files there first, or give a new message with --message FILE",
             )
-        moved, stop = advance(store, items, state.base_tree)
-        if stop is not None:
-            raise stopped(stop)
-        wrote = finish(checkout, store, state, series, items, moved)
-    return Answer([f"wrote {name}" for name in wrote], {"wrote": wrote})
+        return run_move(
+            checkout, store, state, series, Move("refresh", state.base, state.base_tree, items, state, on_disk)
+        )
 
 
 def series_name(series: Series, slug: str, state: State) -> str:
@@ -179,8 +168,7 @@ def refreshed(store: Store, state: State, series: Series, slug: str, on_disk: st
                 f"the edits do not fit at {item.slug}",
                 where=", ".join(merge.conflicts),
                 why="a later patch changes the same lines",
-                remedy="mpatch apply --save build/edits.diff, "
-                f"then: mpatch edit {item.slug}, and make the edits there",
+                remedy=f"mpatch apply --save build/edits.diff, then: mpatch edit {item.slug}, and make the edits there",
             )
         after = merge.tree
     said = signed(message(text, date=item.message.date), item.message) if text else item.message
@@ -195,78 +183,12 @@ def signed(said: Message, old: Message | None = None) -> Message:
     return replace(said, author=old.author, email=old.email) if old else said
 
 
-def stopped(stop: Stop) -> MoveConflict:
-    """Return the refusal for a move that needs a person."""
-    if stop.reason == ABSORBED:
-        return MoveConflict(
-            f"{stop.slug} would change nothing any more", remedy=f"mpatch drop {stop.slug} --because TEXT"
-        )
-    why = (
-        f"was {', '.join(stop.was)}\nnow {', '.join(stop.now)}" if stop.was else "both change the same lines"
-    )
-    return MoveConflict(
-        f"{stop.slug} does not fit on the changed patch",
-        where=", ".join(stop.paths),
-        why=why,
-        remedy=f"change it so that {stop.slug} still fits, or put the change after it: mpatch new",
-    )
-
-
-def finish(
-    checkout: Checkout,
-    store: Store,
-    state: State,
-    series: Series,
-    items: list[Item],
-    moved: list[Moved],
-    also: dict[str, bytes | None] | None = None,
-) -> list[str]:
-    """Write the moved series in one step and lay the whole tree out; return the files written."""
-    old = {patch.slug: data for patch, data in zip(series.patches, series.data, strict=True)}
-    messages = {patch.slug: patch.message for patch in series.patches}
-    patches: list[Patch] = []
-    contents: dict[str, bytes | None] = {f"patches/{slug}.patch": None for slug in old}
-    for item, one in zip(items, moved, strict=True):
-        name = f"patches/{item.slug}.patch"
-        if one.how == EXACT and one.after == item.after and _unchanged(series, item, messages, state):
-            data = old[item.slug]
-        else:
-            data = render(patch_of(store, item.slug, item.message, one.before, one.after))
-        patches.append(parse(item.slug, data))  # what cannot be read back is never written
-        contents[name] = data
-    made = Series(tuple(patches), tuple(data for data in contents.values() if data is not None))
-    made = Series(made.patches, tuple(contents[f"patches/{slug}.patch"] or b"" for slug in made.slugs()))
-    order = checkout.patches / "series"
-    contents["patches/series"] = render_order(order.read_text(encoding="utf-8"), made.slugs()).encode()
-    contents["patches/README.md"] = readme.readme(made).encode()
-    contents |= also or {}
-    changed = {name: data for name, data in contents.items() if _content(checkout.root / name) != data}
-    base_tree = moved[0].before if moved else state.base_tree
-    stack = build(store, base_tree, made.patches)  # proves each blob before anything is written
-    commit_files(checkout.journal, checkout.root, changed)
-    applied = State(state.base, base_tree, stack.base_commit, stack.tree, made.digest(base_tree), stack.steps)
-    lay_out(store, checkout.place, stack.commit, stack.tree, applied)
-    write_pins(checkout, checkout.pins(), made, applied)
-    return sorted(changed)
-
-
-def _unchanged(series: Series, item: Item, messages: dict[str, Message], state: State) -> bool:
-    if messages.get(item.slug) != item.message:
-        return False
-    step = state.steps[series.slugs().index(item.slug)]
-    return step.tree == item.after
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
 def drop(checkout: Checkout, slug: str, because: str) -> Answer:
     """Take a patch out of the series; the reason goes to the answer, and from there into the commit.
 
     Raises:
         SeriesWrong: a later patch depends on it.
-        MoveConflict: a later patch does not fit without it.
+        MoveConflict, WrongPlace, PatchAbsorbed: a later patch needs a person; the tree shows it.
     """
     with working(checkout, "drop"):
         state, series = open_tree(checkout)
@@ -284,20 +206,14 @@ def drop(checkout: Checkout, slug: str, because: str) -> Answer:
             raise foreign(edits, checkout.shown(checkout.place))
         items = items_of(series, state.stack())
         items = items[:at] + items[at + 1 :]
-        moved, stop = advance(store, items, state.base_tree)
-        if stop is not None:
-            raise stopped(stop)
-        wrote = finish(checkout, store, state, series, items, moved)
+        done = run_move(
+            checkout, store, state, series, Move("drop", state.base, state.base_tree, items, state, state.tree)
+        )
     return Answer(
         [
             f"dropped {full}: {because}",
-            *(f"wrote {name}" for name in wrote),
+            *done.lines,
             f'commit it with: git commit patches -m "Drop {full}: {because}"',
         ],
-        {"dropped": full, "because": because, "wrote": wrote},
+        {**done.data, "dropped": full, "because": because},
     )
-
-
-def missing_trailers(said: Message) -> list[str]:
-    """Return the mandatory trailers that a message lacks."""
-    return [key for key in TRAILERS if not said.trailer(key)]

@@ -117,9 +117,7 @@ class Repo:
             extra["GIT_WORK_TREE"] = str(self.work_tree)
         if self.alternates:
             extra["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = os.pathsep.join(map(str, self.alternates))
-        return run_git(
-            *words, cwd=self.work_tree or self.git_dir, stdin=stdin, ok=ok, env={**extra, **(env or {})}
-        )
+        return run_git(*words, cwd=self.work_tree or self.git_dir, stdin=stdin, ok=ok, env={**extra, **(env or {})})
 
 
 def run_git(
@@ -131,9 +129,7 @@ def run_git(
     settings = [word for key, value in SETTINGS.items() for word in ("-c", f"{key}={value}")]
     command = ["git", "--no-pager", *settings, *words]
     try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, cwd=cwd, env=environment, check=False
-        )
+        done = subprocess.run(command, input=stdin, capture_output=True, cwd=cwd, env=environment, check=False)
     except FileNotFoundError:
         raise GitFailed(
             "git is not installed", why="no program called git on PATH", remedy="install git 2.38 or newer"

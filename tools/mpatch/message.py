@@ -45,9 +45,7 @@ class Message:
         >>> message("s\\n\\nDepends-On: none\\n").depends_on()
         ()
         """
-        return tuple(
-            word for word in re.split(r"[,\s]+", self.trailer("Depends-On")) if word and word != "none"
-        )
+        return tuple(word for word in re.split(r"[,\s]+", self.trailer("Depends-On")) if word and word != "none")
 
     def text(self) -> str:
         """Return subject, body and trailers as a commit message has them."""
@@ -66,9 +64,7 @@ def message(text: str, *, author: str = "mpatch", email: str = "mpatch@localhost
     """
     lines = [line.rstrip() for line in text.strip().split("\n")]
     if not lines[0]:
-        raise MessageWrong(
-            "the message is empty", remedy="write a subject, an empty line, why, and the trailers"
-        )
+        raise MessageWrong("the message is empty", remedy="write a subject, an empty line, why, and the trailers")
     if len(lines) > 1 and lines[1]:
         raise MessageWrong(
             "the subject has more than one line",
@@ -188,6 +184,5 @@ def _encoded(text: str) -> str:
 
 def _decoded(text: str) -> str:
     return "".join(
-        part.decode(charset or "ascii") if isinstance(part, bytes) else part
-        for part, charset in decode_header(text)
+        part.decode(charset or "ascii") if isinstance(part, bytes) else part for part, charset in decode_header(text)
     )

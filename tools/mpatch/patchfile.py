@@ -143,9 +143,7 @@ def parse(slug: str, data: bytes, name: str = "") -> Patch:
     said = mail.parse(data[: start + 1], name)
     reader = _Reader(name, data[start + 1 :].split(b"\n"), data[: start + 1].count(b"\n"))
     if data[-1:] != b"\n":
-        raise PatchMalformed(
-            "the file ends in the middle of a line", where=name, remedy="re-export it: mpatch refresh"
-        )
+        raise PatchMalformed("the file ends in the middle of a line", where=name, remedy="re-export it: mpatch refresh")
     changes = tuple(reader.changes())
     paths = [change.path for change in changes]
     if len(set(paths)) != len(paths):
@@ -304,8 +302,7 @@ class _Reader:
                     "an empty context line lost its blank",
                     where=self.where(),
                     why="an editor or a hook strips line ends of patches",
-                    remedy="git checkout -- patches, or: mpatch refresh; then make the editor "
-                    "leave *.patch alone",
+                    remedy="git checkout -- patches, or: mpatch refresh; then make the editor leave *.patch alone",
                 )
             else:
                 self.short(old_left, new_left)
@@ -403,10 +400,7 @@ def render_change(change: FileChange) -> bytes:
         out.append(b"--- /dev/null\n" if change.old_id == ABSENT else b"--- a/%s%s\n" % (path, tail))
         out.append(b"+++ /dev/null\n" if change.new_id == ABSENT else b"+++ b/%s%s\n" % (path, tail))
     for hunk in change.hunks:
-        out.append(
-            b"@@ -%s +%s @@"
-            % (_range(hunk.old_start, hunk.old_count), _range(hunk.new_start, hunk.new_count))
-        )
+        out.append(b"@@ -%s +%s @@" % (_range(hunk.old_start, hunk.old_count), _range(hunk.new_start, hunk.new_count)))
         out.append((b" " + hunk.place.encode() if hunk.place else b"") + b"\n")
         for line in hunk.lines:
             out.append(line if line.endswith(b"\n") else line + b"\n" + NO_NEWLINE)

@@ -103,9 +103,7 @@ def load_pins(path: Path) -> Pins:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PinsUnreadable(
-            "the pins are missing", where=str(path), remedy="git checkout -- upstream.toml"
-        ) from None
+        raise PinsUnreadable("the pins are missing", where=str(path), remedy="git checkout -- upstream.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PinsUnreadable(
             "the pins are not valid TOML",

@@ -99,15 +99,10 @@ def load_series(checkout: Checkout) -> Series:
             remedy="git checkout -- patches",
         )
     slugs = parse_order(path.read_text(encoding="utf-8"))
-    on_disk = {
-        str(file.relative_to(checkout.patches))[: -len(".patch")]
-        for file in checkout.patches.rglob("*.patch")
-    }
+    on_disk = {str(file.relative_to(checkout.patches))[: -len(".patch")] for file in checkout.patches.rglob("*.patch")}
     missing, stray = [slug for slug in slugs if slug not in on_disk], sorted(on_disk - set(slugs))
     if missing or stray:
-        lines = [f"named, but no file: {slug}" for slug in missing] + [
-            f"file, but not named: {slug}" for slug in stray
-        ]
+        lines = [f"named, but no file: {slug}" for slug in missing] + [f"file, but not named: {slug}" for slug in stray]
         raise SeriesWrong(
             "patches/series and the files disagree",
             where="patches/series",
@@ -133,8 +128,7 @@ def raise_all(errors: list[MpatchError], what: str) -> None:
         raise SeriesDoesNotApply(
             f"{len(errors)} {what}",
             why="\n".join(
-                f"{error.what} [{type(error).__name__}]\n  {error.where}\n  "
-                + error.why.replace("\n", "\n  ")
+                f"{error.what} [{type(error).__name__}]\n  {error.where}\n  " + error.why.replace("\n", "\n  ")
                 for error in errors
             ),
             remedy=errors[0].remedy,

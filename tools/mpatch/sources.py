@@ -185,9 +185,7 @@ def clone_tree(path: Path, revision: str) -> tuple[str, Path]:
     """
     git_dir = clone_git_dir(path)
     if git_dir is None:
-        raise BaseMissing(
-            "not a git clone", where=str(path), remedy="name a base of upstream.toml, or CLONE@REVISION"
-        )
+        raise BaseMissing("not a git clone", where=str(path), remedy="name a base of upstream.toml, or CLONE@REVISION")
     found = Repo(git_dir.resolve()).run("rev-parse", "-q", "--verify", f"{revision}^{{tree}}", ok=(0, 1, 128))
     if found.code:
         raise BaseMissing(f"no revision {revision!r}", where=str(path), remedy=f"git -C {path} branch -a")

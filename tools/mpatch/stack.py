@@ -136,17 +136,14 @@ def _commit(store: Store, base_tree: str, made: list[tuple[Patch, Contents]]) ->
             b"commit refs/mpatch/series\nmark :%d\nauthor %s <%s> %s\n"
             % (number, said.author.encode(), said.email.encode(), said.date.encode())
         )
-        stream.append(
-            b"committer mpatch <mpatch@localhost> Thu, 1 Jan 1970 00:00:00 +0000\ndata %d\n" % len(text)
-        )
+        stream.append(b"committer mpatch <mpatch@localhost> Thu, 1 Jan 1970 00:00:00 +0000\ndata %d\n" % len(text))
         stream.append(text + b"from %s\n" % (base_commit.encode() if number == 1 else b":%d" % (number - 1)))
         for path, entry in changed.items():
             if entry is None:
                 stream.append(b"D %s\n" % quoted(path))
             else:
                 stream.append(
-                    b"M %s inline %s\ndata %d\n%s\n"
-                    % (entry[0].encode(), quoted(path), len(entry[1]), entry[1])
+                    b"M %s inline %s\ndata %d\n%s\n" % (entry[0].encode(), quoted(path), len(entry[1]), entry[1])
                 )
     with tempfile.TemporaryDirectory(dir=store.repo.git_dir) as folder:
         marks = Path(folder) / "marks"
@@ -161,7 +158,5 @@ def _commit(store: Store, base_tree: str, made: list[tuple[Patch, Contents]]) ->
         by_mark = dict(line.split(" ") for line in marks.read_text().splitlines())
     commits = [by_mark[f":{number}"] for number in range(1, len(made) + 1)]
     trees = store.repo.run("rev-parse", *(f"{commit}^{{tree}}" for commit in commits)).text().split("\n")
-    steps = [
-        Step(patch.slug, commit, tree) for (patch, _), commit, tree in zip(made, commits, trees, strict=True)
-    ]
+    steps = [Step(patch.slug, commit, tree) for (patch, _), commit, tree in zip(made, commits, trees, strict=True)]
     return Stack(base_tree, base_commit, tuple(steps))

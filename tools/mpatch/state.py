@@ -57,11 +57,7 @@ def load_state(place: Path) -> State | None:
         return None
     path = state_path(place)
     try:
-        values = json.loads(path.read_text())
-        if values.pop("schema") != 1:
-            raise ValueError("another schema")
-        values["steps"] = tuple(Step(**step) for step in values["steps"])
-        return State(**values)
+        return parse(path.read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateUnreadable(
             "this folder was not made by this mpatch",
@@ -69,3 +65,12 @@ def load_state(place: Path) -> State | None:
             why=f"{path}: {error}",
             remedy="move it away, or replace it: mpatch apply --discard",
         ) from None
+
+
+def parse(text: str) -> State:
+    """Read what `dump` wrote; ValueError, KeyError or TypeError when it is something else."""
+    values = json.loads(text)
+    if values.pop("schema") != 1:
+        raise ValueError("another schema")
+    values["steps"] = tuple(Step(**step) for step in values["steps"])
+    return State(**values)

@@ -63,10 +63,7 @@ class Store:
     def has_tree(self, tree: str) -> bool:
         """Return whether a whole tree was stored and given a name by `keep`."""
         return (
-            self.repo.run(
-                "rev-parse", "-q", "--verify", f"refs/mpatch/trees/{tree}^{{tree}}", ok=(0, 1, 128)
-            ).code
-            == 0
+            self.repo.run("rev-parse", "-q", "--verify", f"refs/mpatch/trees/{tree}^{{tree}}", ok=(0, 1, 128)).code == 0
         )
 
     def keep(self, tree: str) -> None:
@@ -84,9 +81,9 @@ class Store:
 
     def diff(self, old: str, new: str) -> list[tuple[str, Entry | None, Entry | None]]:
         """Return (path, before, after) of each file in which two trees differ."""
-        words = self.repo.run(
-            "diff-tree", "-r", "-z", "--raw", "--no-renames", "--full-index", old, new
-        ).out.split(b"\0")
+        words = self.repo.run("diff-tree", "-r", "-z", "--raw", "--no-renames", "--full-index", old, new).out.split(
+            b"\0"
+        )
         found = []
         for head, path in zip(words[0:-1:2], words[1::2], strict=True):
             old_mode, new_mode, old_blob, new_blob, _ = head.decode().lstrip(":").split(" ")
@@ -104,9 +101,7 @@ class Store:
         wanted = dict.fromkeys(ids)
         missing = [one for one in wanted if one not in self.cache]
         if missing:
-            out = self.repo.run(
-                "cat-file", "--batch", stdin="".join(f"{one}\n" for one in missing).encode()
-            ).out
+            out = self.repo.run("cat-file", "--batch", stdin="".join(f"{one}\n" for one in missing).encode()).out
             at = 0
             for one in missing:
                 end = out.index(b"\n", at)
@@ -169,9 +164,7 @@ class Store:
         self, tree: str, text: str, parent: str | None, *, author: str = "", email: str = "", date: str = ""
     ) -> str:
         """Store a commit and return its id; the same input gives the same id."""
-        env = (
-            {"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": email, "GIT_AUTHOR_DATE": date} if author else {}
-        )
+        env = {"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": email, "GIT_AUTHOR_DATE": date} if author else {}
         parents = ["-p", parent] if parent else []
         return self.repo.run("commit-tree", *parents, tree, stdin=text.encode(), env=env).text()
 

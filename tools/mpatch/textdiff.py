@@ -117,15 +117,11 @@ def occurrences(lines: list[bytes], wanted: list[bytes]) -> int:
     if not wanted:
         return len(lines) + 1
     return sum(
-        lines[at : at + len(wanted)] == wanted
-        for at in range(len(lines) - len(wanted) + 1)
-        if lines[at] == wanted[0]
+        lines[at : at + len(wanted)] == wanted for at in range(len(lines) - len(wanted) + 1) if lines[at] == wanted[0]
     )
 
 
-def _hunk(
-    path: str, group: list[Edit], context: int, old: list[bytes], new: list[bytes], after: bytes
-) -> Hunk:
+def _hunk(path: str, group: list[Edit], context: int, old: list[bytes], new: list[bytes], after: bytes) -> Hunk:
     first, last = max(group[0].old_at - context, 0), min(group[-1].old_end + context, len(old))
     new_first = group[0].new_at - (group[0].old_at - first)
     lines: list[bytes] = []

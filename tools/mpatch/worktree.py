@@ -75,9 +75,7 @@ def differences(folder: Path, expected: Mapping[str, Entry]) -> list[Difference]
     """Return every file that is not as expected, sorted by path."""
     found = scan(folder, expected)
     kinds = {
-        path: "changed" if path in found else "deleted"
-        for path, entry in expected.items()
-        if found.get(path) != entry
+        path: "changed" if path in found else "deleted" for path, entry in expected.items() if found.get(path) != entry
     }
     kinds |= {path: "added" for path in found if path not in expected}
     return [Difference(path, kinds[path]) for path in sorted(kinds)]
