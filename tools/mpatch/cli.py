@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, edit, listing, rebase, sources
+from tools.mpatch import apply, check, edit, listing, prove, rebase, sources
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -137,6 +137,16 @@ def _rebase(checkout: Checkout, options: Options) -> Answer:
     )
 
 
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("gates", nargs="*", metavar="GATE", help=f"one of {', '.join(check.GATES)} (default: all)")
+
+
+def _prove_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slugs", nargs="*", metavar="SLUG", help="default: all")
+    parser.add_argument("--python", default="", help="runs the tests (default: .venv/bin/python)")
+    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="for each test (default 600)")
+
+
 def _slug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
 
@@ -168,6 +178,12 @@ VERBS: dict[str, Verb] = {
         lambda c, o: edit.refresh(c, o.slug, text=_text(o.message)),
     ),
     "rebase": Verb("move the series to another base, resumable", _rebase_options, _rebase),
+    "check": Verb("the gates: lint, alone, prefixes, round trip", _check_options, lambda c, o: check.check(c, o.gates)),
+    "prove": Verb(
+        "each patch's Proof: red without it, green with it",
+        _prove_options,
+        lambda c, o: prove.prove(c, o.slugs, python=o.python, timeout_s=o.timeout),
+    ),
     "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }
 

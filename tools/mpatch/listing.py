@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mpatch import readme
+from tools.mpatch import lint, readme
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.files import write_bytes
 from tools.mpatch.output import Answer
@@ -34,10 +34,14 @@ def list_(checkout: Checkout, write_readme: bool = False) -> Answer:
         f"{len(rows)} patches, +{sum(patch.added() for patch in series.patches)} lines, "
         f"{sum(patch.hunks() for patch in series.patches)} hunks"
     )
+    use = lint.budget_use(series, checkout.pins().budget)
+    lines += [f"budget: {name} {used} of {limit}{'  EXCEEDED' if used > limit else ''}" for name, used, limit in use]
     if write_readme:
         write_bytes(checkout.patches / "README.md", readme.readme(series).encode())
         lines.append("wrote patches/README.md")
-    return Answer(lines, {"patches": rows})
+    return Answer(
+        lines, {"patches": rows, "budget": {name: {"used": used, "limit": limit} for name, used, limit in use}}
+    )
 
 
 def show(checkout: Checkout, slug: str, message_only: bool = False) -> Answer:
