@@ -53,7 +53,8 @@ FILES = {
     "fake/core/router.py": ROUTER,
     "fake/core/loss.py": "def loss(values):\n    # mean\n    return sum(values) / len(values)\n",
     "fake/core/data.py": "\n".join(f"def field_{n}():\n    return {n}\n\n" for n in range(12)),
-    "fake/train.py": "def train(steps):\n    done = 0\n    for _ in range(steps):\n        done += 1\n    return done\n",
+    "fake/train.py": "def train(steps):\n    done = 0\n    for _ in range(steps):\n        done += 1\n    return done"
+    "\n",
     "fake/tool.sh": "#!/bin/sh\necho fake\n",
     "fake/version.py": '__version__ = "1.0"\n',
 }

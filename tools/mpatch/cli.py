@@ -144,6 +144,7 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 def _prove_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slugs", nargs="*", metavar="SLUG", help="default: all")
     parser.add_argument("--python", default="", help="runs the tests (default: .venv/bin/python)")
+    parser.add_argument("--whole", action="store_true", help="with = the whole series: faster, proves no Depends-On")
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="for each test (default 600)")
 
 
@@ -182,7 +183,7 @@ VERBS: dict[str, Verb] = {
     "prove": Verb(
         "each patch's Proof: red without it, green with it",
         _prove_options,
-        lambda c, o: prove.prove(c, o.slugs, python=o.python, timeout_s=o.timeout),
+        lambda c, o: prove.prove(c, o.slugs, whole=o.whole, python=o.python, timeout_s=o.timeout),
     ),
     "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }

@@ -62,9 +62,7 @@ def judge(slug: str, proof: str, without: Outcome, with_: Outcome, expected: str
     'wrong reason'
     """
     if with_.state not in (PASSED, FAILED) or without.state not in (PASSED, FAILED):
-        return Verdict(
-            slug, proof, UNCHECKED, f"without: {without.state}, with: {with_.state} {without.text or with_.text}"
-        )
+        return Verdict(slug, proof, UNCHECKED, _unrun(without, with_))
     if with_.state == FAILED:
         return Verdict(slug, proof, BROKEN, f"red with the patch: {last_line(with_.text)}")
     if without.state == PASSED:
@@ -72,6 +70,11 @@ def judge(slug: str, proof: str, without: Outcome, with_: Outcome, expected: str
     if expected and expected not in without.text:
         return Verdict(slug, proof, WRONG_REASON, f"expected {expected!r}, was {last_line(without.text)!r}")
     return Verdict(slug, proof, NEEDED, f"red without: {last_line(without.text)}")
+
+
+def _unrun(without: Outcome, with_: Outcome) -> str:
+    text = without.text if without.state not in (PASSED, FAILED) else with_.text
+    return f"without: {without.state}, with: {with_.state}: {text.strip()}"
 
 
 def last_line(text: str) -> str:
@@ -84,8 +87,22 @@ def last_line(text: str) -> str:
     return lines[0] if lines else text.strip().split("\n")[-1]
 
 
-def prove(checkout: Checkout, slugs: Sequence[str] = (), *, python: str = "", timeout_s: int = 600) -> Answer:
+def prove(
+    checkout: Checkout,
+    slugs: Sequence[str] = (),
+    *,
+    whole: bool = False,
+    python: str = "",
+    timeout_s: int = 600,
+) -> Answer:
     """Run the proofs of the series, or of some patches.
+
+    Args:
+        slugs: Only these.
+        whole: Take the whole series for the tree with the patch: one process for all, so much faster, but a
+            missing Depends-On goes unseen.
+        python: The interpreter that runs the tests.
+        timeout_s: Seconds for each test.
 
     Raises:
         NothingChecked: there is none.
@@ -107,7 +124,7 @@ def prove(checkout: Checkout, slugs: Sequence[str] = (), *, python: str = "", ti
             # The last of the needs on top of the others is the tree without; no needs: the base itself.
             order = [slug for slug in items if slug in needs]
             without = check.alone(subject, items, needs, order[-1]) if order else fetched.tree
-            with_ = check.alone(subject, items, needs, patch.slug)
+            with_ = subject.stack.tree if whole else check.alone(subject, items, needs, patch.slug)
             if without is None or with_ is None:
                 raise ProofFailed(f"{patch.slug} does not fit with its Depends-On alone", remedy="mpatch check alone")
             pairs[patch.slug] = (without, with_)
@@ -181,8 +198,19 @@ def _pytest(root: Path, tree: Path, report: Path, tests: list[str], python: str,
     except subprocess.TimeoutExpired:
         return dict.fromkeys(tests, Outcome("timed out", f"after {timeout_s * len(tests)} s"))
     found = read_report(report.read_text()) if report.is_file() else {}
-    missing = Outcome("not run", (done.stdout + done.stderr).strip()[-400:])
-    return {test: found.get(test, missing) for test in tests}
+    ended = f"pytest ended with {done.returncode}; its last lines: {(done.stdout + done.stderr).strip()[-300:]}"
+    return {test: together(test, found, ended) for test in tests}
+
+
+def together(test: str, found: dict[str, Outcome], ended: str) -> Outcome:
+    """Return the outcome of a test with all its parameters: failed when one failed, passed when all passed.
+
+    >>> together("t.py::a", {"t.py::a[1]": Outcome("passed"), "t.py::a[2]": Outcome("failed", "x")}, "")
+    Outcome(state='failed', text='x')
+    """
+    cases = [outcome for name, outcome in found.items() if name == test or name.startswith(f"{test}[")]
+    order = (FAILED, "error", "skipped", PASSED)
+    return min(cases, key=lambda one: order.index(one.state), default=Outcome("not run", ended))
 
 
 def read_report(xml: str) -> dict[str, Outcome]:
