@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, check, edit, listing, prove, rebase, sources
+from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, sources
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -148,6 +148,15 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="for each test (default 600)")
 
 
+def _drift_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bases", nargs="+", metavar="BASE", help="a base of upstream.toml, or a clone: PATH[@REVISION]")
+    parser.add_argument("--offline", type=Path, metavar="DIR", help="take sdists from this folder, ask no index")
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--python", default="", help="the environment to look at (default: .venv/bin/python)")
+
+
 def _slug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
 
@@ -184,6 +193,16 @@ VERBS: dict[str, Verb] = {
         "each patch's Proof: red without it, green with it",
         _prove_options,
         lambda c, o: prove.prove(c, o.slugs, whole=o.whole, python=o.python, timeout_s=o.timeout),
+    ),
+    "drift": Verb(
+        "how each patch would fare on other bases",
+        _drift_options,
+        lambda c, o: drift.drift(c, o.bases, offline=o.offline),
+    ),
+    "doctor": Verb(
+        "which file each megatron module comes from, and what is missing",
+        _doctor_options,
+        lambda c, o: doctor.doctor(c, o.python),
     ),
     "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }

@@ -79,6 +79,19 @@ class Store:
             found[path.decode("utf-8", "surrogateescape")] = Entry(mode, blob)
         return found
 
+    def entry(self, treeish: str, path: str) -> Entry | None:
+        """Return one file of a tree, None when it is not there."""
+        line = self.repo.run("ls-tree", "-z", treeish, "--", path).out.rstrip(b"\0")
+        if not line:
+            return None
+        mode, _, blob = line.partition(b"\t")[0].decode().split(" ")
+        return Entry(mode, blob)
+
+    def paths(self, treeish: str) -> list[str]:
+        """Return the paths of all files of a tree."""
+        out = self.repo.run("ls-tree", "-r", "-z", "--name-only", treeish).out
+        return out.decode("utf-8", "surrogateescape").split("\0")[:-1]
+
     def diff(self, old: str, new: str) -> list[tuple[str, Entry | None, Entry | None]]:
         """Return (path, before, after) of each file in which two trees differ."""
         words = self.repo.run("diff-tree", "-r", "-z", "--raw", "--no-renames", "--full-index", old, new).out.split(
