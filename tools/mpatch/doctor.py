@@ -137,24 +137,31 @@ def _megatron_facts(checkout: Checkout, seen: dict[str, Any]) -> list[Fact]:
     tops = Counter((name.split(".")[1], _portion(file)) for name, file in seen["modules"].items())
     foreign = sorted(file for file in seen["modules"].values() if not _inside(file, root))
     if foreign:
-        shown = "\n        ".join(f"{top}: {count} files from {place}" for (top, place), count in sorted(tops.items()))
-        facts.append(Fact("mixed namespace", BAD, f"{len(foreign)} modules come from elsewhere, e.g. {foreign[0]}\n        {shown}",
-                          "training from one, core from another: the run imports until it does not",
-                          "pip uninstall megatron-core in that environment"))  # fmt: skip
-    wrong = sorted(
-        f"{name}: {file}" for name, file in seen["modules"].items()
-        if _inside(file, root) and files.get(os.path.relpath(os.path.realpath(file), root)) != _blob(file)
-    )  # fmt: skip
-    count = len(seen["modules"]) - len(foreign)
-    if wrong:
-        facts.append(Fact("patched files", BAD, f"{len(wrong)} of {count} differ from the record, e.g. {wrong[0]}",
-                          "the run would not be what the pins say", "mpatch status, then mpatch refresh or apply --discard"))  # fmt: skip
-    elif count:
-        facts.append(Fact("patched files", GOOD, f"{count} modules, all as recorded"))
-    if seen["megatron_core_installed"]:
-        facts.append(Fact("installed megatron-core", NOTE, seen["megatron_core_installed"] + " (unpatched)",
-                          "first on the path in another order of installation", "pip uninstall megatron-core"))  # fmt: skip
+        rows = "".join(f"\n        {top}: {count} files from {place}" for (top, place), count in sorted(tops.items()))
+        cost = "training from one, core from another: the run imports until it does not"
+        found = f"{len(foreign)} modules come from elsewhere, e.g. {foreign[0]}{rows}"
+        facts.append(Fact("mixed namespace", BAD, found, cost, "pip uninstall megatron-core in that environment"))
+    facts += _content_facts(root, files, seen["modules"])
+    installed = seen["megatron_core_installed"]
+    if installed and not _inside(installed[1], root):
+        cost = "unpatched; comes first on the path where that order differs"
+        found = f"{installed[0]} in {installed[1]}"
+        facts.append(Fact("installed megatron-core", NOTE, found, cost, "pip uninstall megatron-core"))
     return facts
+
+
+def _content_facts(root: Path, files: dict[str, str], modules: dict[str, str]) -> list[Fact]:
+    inside = {name: file for name, file in modules.items() if _inside(file, root)}
+    wrong = [
+        f"{name}: {file}"
+        for name, file in sorted(inside.items())
+        if files.get(os.path.relpath(os.path.realpath(file), os.path.realpath(root))) != _blob(file)
+    ]
+    if wrong:
+        found = f"{len(wrong)} of {len(inside)} differ from the record, e.g. {wrong[0]}"
+        remedy = "mpatch status, then mpatch refresh SLUG or mpatch apply --discard"
+        return [Fact("patched files", BAD, found, "the run would not be what the pins say", remedy)]
+    return [Fact("patched files", GOOD, f"{len(inside)} modules, all as recorded")] if inside else []
 
 
 def _portion(file: str) -> str:

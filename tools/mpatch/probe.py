@@ -1,6 +1,7 @@
 """Runs inside the environment that trains, and looks without importing: prints JSON for `mpatch doctor`.
 
-Started by path with that environment's Python, so it uses nothing but the standard library. Finding `megatron.core` executes no Megatron code: its parent is a namespace package.
+Started by path with that environment's Python, so it uses nothing but the standard library. Finding `megatron.core`
+executes no Megatron code: its parent is a namespace package.
 """
 
 import importlib.metadata
