@@ -52,6 +52,7 @@ class Source(StrEnum):
     LOGITS = "logits and weights"
     OUTPUTS = "expert outputs"
     LABELS = "data labels"
+    DISPATCH = "dispatch counts"
     STEP = "step"
     OFFLINE = "dumps, offline"
 
@@ -362,8 +363,36 @@ _STEP = (
     ),
 )  # fmt: skip
 
+_DISPATCH = (
+    Metric(
+        "rows_off_rank", "Rows off the rank", "rows a token",
+        "rows sent to other ranks, both hops / T", "step", Source.DISPATCH,
+        "Of dedup and twohop, dispatch only; combine moves as many back.",
+    ),
+    Metric(
+        "rows_off_node", "Rows off the node", "rows a token",
+        "rows sent to other nodes / T", "step", Source.DISPATCH,
+        "What the network between nodes carries, one direction.", Worse.UP,
+    ),
+    Metric(
+        "rows_off_node_needed", "Rows off the node, needed", "rows a token",
+        "other nodes with one of the token's experts / T", "step", Source.DISPATCH,
+        "The least that any dispatcher can send. Below rows_off_node only in the static form.",
+    ),
+    Metric(
+        "choices_off_node", "Choices off the node", "rows a token",
+        "assignments to experts of other nodes / T", "step", Source.DISPATCH,
+        "What alltoall would send.",
+    ),
+    Metric(
+        "dispatch_gib_off_node", "Dispatch off the node", "GiB",
+        "bytes of all rows sent to other nodes since the last logging step", "step", Source.STEP,
+        "Of one expert-parallel group, all layers, dispatch only.", Worse.UP,
+    ),
+)  # fmt: skip
+
 METRICS: dict[str, Metric] = {
-    metric.name: metric for metric in (*_MAP, *_LOGITS, *_OUTPUTS, *_LABELS, *_STEP)
+    metric.name: metric for metric in (*_MAP, *_LOGITS, *_OUTPUTS, *_LABELS, *_STEP, *_DISPATCH)
 }
 
 

@@ -50,6 +50,7 @@ def install() -> None:
     _without_compilation()
     _answer_for_torch_cuda()
     _use_gloo()
+    _reach_into_backward()
     # Entered for good: the mode belongs to the process, as the device does.
     _OnCpu().__enter__()
     _installed = True
@@ -61,8 +62,8 @@ def is_installed() -> bool:
 
 
 def _without_compilation() -> None:
-    # Megatron binds torch.compile to 34 helpers at import time (its --disable-jit-fuser comes too late). Even a disabled
-    # torch.compile imports dynamo, which takes seconds and walks torch.cuda's functions, ours among them.
+    # Megatron binds torch.compile to 34 helpers at import time (its --disable-jit-fuser comes too late). Even a
+    # disabled torch.compile imports dynamo, which takes seconds and walks torch.cuda's functions, ours among them.
     def identity(model: Callable | None = None, **options: object) -> Any:
         return (lambda function: function) if model is None else model
 
@@ -94,6 +95,18 @@ class _OnCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
+
+
+def _reach_into_backward() -> None:
+    # torch.autograd.backward is a torch function, inside of which a mode is off; the backward functions that it runs
+    # ask for CUDA devices as well (recompute calls it, and then Megatron's all-to-all).
+    engine = torch.autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _OnCpu():
+            return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward
 
 
 def _means_cuda(device: object) -> bool:

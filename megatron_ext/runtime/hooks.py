@@ -19,10 +19,12 @@ CALL_SITES = "patches/hooks/call-sites.patch"
 
 @dataclass
 class _Session:
-    """What this process has attached: the run's writer (one rank) and the monitor (all ranks)."""
+    """What this process has attached: the run's writer (one rank) the monitor, and the dispatchers' counters (all
+    ranks)."""
 
     writer: Any = None
     monitor: Any = None
+    dispatch: Any = None
     model_built: bool = False
 
 
@@ -54,6 +56,11 @@ def model_built(model: list[Any], args: Namespace) -> None:
         UserError: An instrument that was asked for found nothing to attach to.
     """
     _session.model_built = True
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
+        from megatron_ext import dispatch
+
+        dispatch.attach(model, _session.writer)
+        _session.dispatch = dispatch
     if not getattr(args, "moe_ext_run_dir", None):
         return
     from megatron_ext import observe
@@ -73,6 +80,8 @@ def step_end(iteration: int) -> None:
     """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
     if _session.monitor is not None:
         _guarded("step_end", lambda: _session.monitor.step_end(iteration))
+    if _session.dispatch is not None:
+        _session.dispatch.step_end(iteration)
 
 
 def close() -> None:

@@ -45,7 +45,7 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    for name in ("tracking", "observe", "data"):
+    for name in ("tracking", "observe", "data", "dispatch"):
         if importlib.util.find_spec(f"megatron_ext.{name}"):
             importlib.import_module(f"megatron_ext.{name}").add_arguments(parser)
     return parser
@@ -112,8 +112,10 @@ def _pretrain(args: Namespace) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+    from megatron_ext import dispatch
     from megatron_ext.runtime import batch
 
+    dispatch.configure(args)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
