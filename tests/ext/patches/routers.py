@@ -34,3 +34,29 @@ def router(**options: Any) -> TopKRouter:
     built = TopKRouter(config(**options), get_default_pg_collection())
     built.set_layer_number(1)
     return built.cuda()
+
+
+def gpt(**options: Any) -> Any:
+    """Return a GPT model of the local spec, MoE in every layer, without dropout; vocabulary 64, sequences up to 32."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    built = config(hidden_dropout=0.0, attention_dropout=0.0, **options)
+    spec = get_gpt_layer_local_spec(num_experts=built.num_moe_experts, moe_grouped_gemm=False)
+    return GPTModel(built, spec, vocab_size=64, max_sequence_length=32).cuda()
+
+
+def forward(model: Any, tokens: int = 32, seed: int = 1) -> torch.Tensor:
+    """Run one sequence through a model; return the loss of each token, [1, tokens]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (1, tokens), generator=generator).cuda()
+    positions = torch.arange(tokens, device="cuda")[None]
+    mask = torch.ones(1, 1, tokens, tokens, device="cuda").triu(1).bool()
+    return model(ids, positions, mask, labels=ids)
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Run the backward pass as Megatron's schedules do: by the engine, so that recomputation sees the CPU runtime."""
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    custom_backward(loss, None)
