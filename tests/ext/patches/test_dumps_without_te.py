@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ RECOMPUTED: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _own_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_logging, "_LOGGER", None)
-    yield
+
 
 
 def test_activations_are_dumped(tmp_path: Path) -> None:
