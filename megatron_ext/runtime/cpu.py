@@ -100,13 +100,14 @@ class _OnCpu(TorchFunctionMode):
 def _reach_into_backward() -> None:
     # torch.autograd.backward is a torch function, inside of which a mode is off; the backward functions that it runs
     # ask for CUDA devices as well (recompute calls it, and then Megatron's all-to-all).
-    engine = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         with _OnCpu():
             return engine(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_backward
+    autograd._engine_run_backward = run_backward
 
 
 def _means_cuda(device: object) -> bool:
