@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, sources
+from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, sources, upstream
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -157,6 +157,12 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default="", help="the environment to look at (default: .venv/bin/python)")
 
 
+def _upstream_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug")
+    parser.add_argument("--clone", type=Path, required=True, metavar="DIR", help="a clone of upstream; gets a branch")
+    parser.add_argument("--onto", default="HEAD", metavar="REVISION", help="where the branch starts (default HEAD)")
+
+
 def _slug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
 
@@ -203,6 +209,11 @@ VERBS: dict[str, Verb] = {
         "which file each megatron module comes from, and what is missing",
         _doctor_options,
         lambda c, o: doctor.doctor(c, o.python),
+    ),
+    "upstream-prep": Verb(
+        "one patch on upstream's main, checked as upstream checks it",
+        _upstream_options,
+        lambda c, o: upstream.upstream_prep(c, o.slug, o.clone, onto=o.onto),
     ),
     "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }

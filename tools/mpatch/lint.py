@@ -18,8 +18,8 @@ from tools.mpatch.stack import Stack
 from tools.mpatch.store import Store
 from tools.mpatch.textdiff import occurrences, place_of_lines
 
-SUBJECT_WIDTH = 72
-NODE_ID = re.compile(r"[\w./-]+\.py(::\w+)+(\[[^\]]*\])?")
+SUBJECT_WIDTH = 75
+NODE_ID = re.compile(r"[\w./-]+\.py(?:(::\w+)+(\[[^\]]*\])?)?")
 IDENTITY = re.compile(r"[^<>]+ <[^<>@\s]+@[^<>@\s]+>")
 
 
@@ -110,7 +110,7 @@ class DependsOnEarlier:
 
 
 class ProofExists:
-    """Proof is the id of a test that is in the repository."""
+    """Proof is the id of a test, or of a file of tests, that is in the repository."""
 
     def find(self, context: Context) -> Iterator[tuple[str, str, str]]:
         """Yield proofs that cannot be run."""
@@ -121,7 +121,7 @@ class ProofExists:
                 continue
             path, _, names = proof.partition("::")
             file, last = context.root / path, names.split("::")[-1].partition("[")[0]
-            if not file.is_file() or f"def {last}(" not in file.read_text(encoding="utf-8"):
+            if not file.is_file() or (last and not re.search(rf"\b(def|class) {last}\b", file.read_text("utf-8"))):
                 yield patch.slug, "Proof", f"there is no test {proof}"
 
 

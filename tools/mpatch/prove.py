@@ -203,13 +203,16 @@ def _pytest(root: Path, tree: Path, report: Path, tests: list[str], python: str,
 
 
 def together(test: str, found: dict[str, Outcome], ended: str) -> Outcome:
-    """Return the outcome of a test with all its parameters: failed when one failed, passed when all passed.
+    """Return the outcome of a test with all its parameters, or of a file: failed when one failed, passed when all did.
 
     >>> together("t.py::a", {"t.py::a[1]": Outcome("passed"), "t.py::a[2]": Outcome("failed", "x")}, "")
     Outcome(state='failed', text='x')
+    >>> together("t.py", {"t.py::a": Outcome("passed"), "t.py::needs_gpu": Outcome("skipped")}, "")
+    Outcome(state='passed', text='')
     """
-    cases = [outcome for name, outcome in found.items() if name == test or name.startswith(f"{test}[")]
-    order = (FAILED, "error", "skipped", PASSED)
+    begins = (f"{test}[", f"{test}::")
+    cases = [outcome for name, outcome in found.items() if name == test or name.startswith(begins)]
+    order = (FAILED, "error", PASSED, "skipped")
     return min(cases, key=lambda one: order.index(one.state), default=Outcome("not run", ended))
 
 
