@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -123,13 +124,13 @@ def plain_git(folder: Path | str, *words: str, stdin: str = "") -> str:
 def sdist(files: dict[str, str], version: str) -> bytes:
     """Return a source distribution, made by the tar library as indexes serve it."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+    with tarfile.open(fileobj=out, mode="w") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"fake-{version}/{name}")
             member.size = len(text.encode())
             member.mode = 0o755 if name.endswith(".sh") else 0o644
             archive.addfile(member, io.BytesIO(text.encode()))
-    return out.getvalue()
+    return gzip.compress(out.getvalue(), mtime=0)
 
 
 @dataclass(frozen=True)
