@@ -25,6 +25,10 @@ def check_before_start(args: Namespace) -> None:
     _check_dataset_helper()
     if args.moe_use_upcycling:
         _check_upcycling_folders(args)
+    if args.moe_ext_manifest:
+        from megatron_ext import data
+
+        data.verify_for_training(data.load_manifest(Path(args.moe_ext_manifest)), args)
 
 
 def _check_experts(args: Namespace) -> None:

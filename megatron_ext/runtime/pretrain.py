@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -45,9 +43,10 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    for name in ("tracking", "observe", "data", "dispatch"):
-        if importlib.util.find_spec(f"megatron_ext.{name}"):
-            importlib.import_module(f"megatron_ext.{name}").add_arguments(parser)
+    from megatron_ext import data, dispatch, observe, tracking
+
+    for room in (tracking, observe, data, dispatch):
+        room.add_arguments(parser)
     return parser
 
 

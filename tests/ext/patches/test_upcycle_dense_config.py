@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import megatron.training.training as training
 import pytest
@@ -15,7 +15,7 @@ MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "ffn_hidden_size": 64}
 class _Config:
     """Stands for GPTModelConfig: it only has to name its builder, which records what it is asked to build."""
 
-    built: list[Any] = []
+    built: ClassVar[list[Any]] = []
 
     def __init__(self, transformer: TransformerConfig) -> None:
         self.transformer = transformer
