@@ -27,6 +27,7 @@ VERBS: dict[str, Verb] = {
     "tokenize": Verb("megatron_ext.data.cli", "turn text into Megatron's indexed files, or check them"),
     "plan": Verb("megatron_ext.plan.cli", "estimate before training: traffic and time of the dispatchers"),
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),
+    "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
 }
 
 

@@ -1,0 +1,18 @@
+"""Is this allocation fit to train on: node readiness, all-to-all, transport; and a guard at start."""
+
+from megatron_ext.preflight.findings import Finding, verdict_of
+from megatron_ext.preflight.judge import JudgeOptions, judge_directory
+from megatron_ext.preflight.sniff import Outlier, SniffRelay
+from megatron_ext.preflight.watchdog import add_arguments, prepare_transport_log, transport_watchdog
+
+__all__ = [
+    "Finding",
+    "JudgeOptions",
+    "Outlier",
+    "SniffRelay",
+    "add_arguments",
+    "judge_directory",
+    "prepare_transport_log",
+    "transport_watchdog",
+    "verdict_of",
+]
