@@ -1,0 +1,62 @@
+"""`megatron-moe upcycle DENSE MOE`: make an MoE checkpoint from a dense one, on one CPU process."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.upcycle import flags
+
+USAGE = """\
+Example, 8 experts of full width, two a token:
+
+  megatron-moe upcycle runs/dense/checkpoints runs/moe/checkpoints --num-experts 8 --router-topk 2
+
+Then train with --load runs/moe/checkpoints and the same MoE flags; --moe-use-upcycling stays off.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the verb's arguments."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = USAGE
+    parser.add_argument("source", type=Path, help="folder that the dense run saved to (torch_dist)")
+    parser.add_argument("target", type=Path, help="new folder for the MoE checkpoint")
+    flags.add_shape_flags(parser)
+    flags.add_choice_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check and explain; write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result for programs")
+
+
+def run(args: Namespace) -> int:
+    """Upcycle; return 0."""
+    from megatron_ext.upcycle import explain, offline, target
+    from megatron_ext.upcycle import spec as specs
+    from megatron_ext.upcycle.source import open_source
+
+    source = open_source(args.source)
+    dense = specs.dense_from_args(source.args)
+    wish = flags.spec_from_flags(args, dense)
+    specs.check(dense, wish)
+    where = offline.place_in_run(source, carry_schedule=args.carry_schedule)
+    content = offline.plan_content(source, dense, wish, carry_schedule=args.carry_schedule,
+                                   restart_data=args.restart_data)
+    if args.source.resolve() == args.target.resolve():
+        raise UserError("source and target are the same folder", where=str(args.target), remedy="give a new folder")
+    target.check_target(args.target, num_bytes=content.num_bytes)
+    note = dict(content.notes[offline.NOTE])
+    if not args.json:
+        explain.explain(note, content.num_bytes)
+    if not args.dry_run:
+        display, advance = explain.progress_bar(content, quiet=args.json)
+        with display:
+            folder = target.write_checkpoint(args.target, where.folder, where.tracker, content, progress=advance)
+        note["written"] = str(folder)
+    note["bytes"] = content.num_bytes
+    if args.json:
+        print(json.dumps(note))
+    elif not args.dry_run:
+        print(f"written: {note['written']}")
+    return 0
