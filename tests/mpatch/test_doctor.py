@@ -35,8 +35,9 @@ def plain_python(tmp_path_factory):
 def tree(lab):
     """A lab whose release looks like Megatron."""
     lab.add_base("meg", MEGATRON)
-    (lab.root / "upstream.toml").write_text((lab.root / "upstream.toml").read_text().replace(
-        'default_base = "1.0"', 'default_base = "meg"') + '\n[packages]\napex = "25.09"\ntorch = "2.11.0"\n')  # fmt: skip
+    pins = lab.root / "upstream.toml"
+    text = pins.read_text().replace('default_base = "1.0"', 'default_base = "meg"')
+    pins.write_text(text + '\n[packages]\napex = "25.09"\ntorch = "2.11.0"\n')
     lab.apply()
     return lab
 

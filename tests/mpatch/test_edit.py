@@ -80,3 +80,41 @@ def test_message_only_refresh(three):
     three.good("refresh", "guard", "--message", str(path))
     assert b"Subject: [PATCH] Guard the empty mean\n" in three.patch("core/guard")
     assert three.good("status").code == 0
+
+
+def hand_edit(lab, slug, old, new):
+    path = lab.root / "patches" / f"{slug}.patch"
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+
+def test_hand_edited_patch_is_taken_over_on_request(three):
+    hand_edit(three, "core/top-k", b"+        tokens = list(tokens)", b"+        tokens = list(tokens)  # all")
+    assert "PostimageMismatch" in three.run("apply").err
+    said = three.run("refresh", "core/top-k", "--from-file")
+    assert "MoveConflict" in said.err  # the next patch changes that very line
+    three.good("rebase", "--abort")
+    hand_edit(three, "core/top-k", b"list(tokens)  # all", b"list(tokens)")
+    three.good("apply")
+    hand_edit(three, "core/guard", b", 1)", b", 2)")
+    three.good("refresh", "guard", "--from-file")
+    assert b", 2)" in three.patch("core/guard")
+    assert three.good("verify").code == 0
+
+
+def test_stripped_context_lines_are_mended_on_request(three):
+    three.add_patch("core/data", "fake/core/data.py", "    return 3\n\n", "    return 33\n\n")
+    before = three.patch("core/data")
+    hand_edit(three, "core/data", b"\n \n", b"\n\n")
+    assert "PatchContextStripped" in three.run("apply").err
+    three.good("refresh", "core/data", "--from-file")
+    assert three.patch("core/data") == before
+
+
+def test_patch_in_another_form_is_written_anew(three):
+    before = three.patch("core/guard")
+    hand_edit(three, "core/guard", b"@@ loss", b"@@ def loss(values):")
+    assert three.good("apply").code == 0
+    assert "PlaceRecorded" in three.run("check", "lint").err
+    three.good("refresh", "guard", "--from-file")
+    assert three.patch("core/guard") == before

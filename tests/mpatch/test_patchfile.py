@@ -5,7 +5,8 @@ from lab import FILES, plain_git, write_files
 from unidiff import PatchSet
 
 from tools.mpatch import errors, message
-from tools.mpatch.patchfile import apply_change, blob_id, parse, render, split
+from tools.mpatch.patchfile import apply_change, blob_id, render, split
+from tools.mpatch.patchread import parse
 
 
 def parts(data: bytes) -> tuple[bytes, bytes]:

@@ -68,6 +68,7 @@ def test_needed_absorbed_broken_and_wrong_reason(proven):
     with_proof(proven, "top-k", "::test_always_green")
     bad = prove(proven, "top-k")
     assert bad.code == 1
+    assert "ProofFailed" in bad.err
     assert "absorbed: core/top-k" in bad.err
 
 

@@ -119,7 +119,7 @@ def gate_round_trip(subject: Subject) -> Gate:
     items = items_of(subject.series, subject.stack)
     for item, data in zip(items, subject.series.data, strict=True):
         if render(patch_of(subject.store, item.slug, item.message, item.before, item.after)) != data:
-            problems.append(f"{item.slug}: an export gives other bytes; mpatch edit {item.slug} && mpatch refresh")
+            problems.append(f"{item.slug}: an export gives other bytes; mpatch refresh {item.slug} --from-file")
     return Gate("round trip", len(items), tuple(problems))
 
 

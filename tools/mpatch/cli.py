@@ -87,6 +87,17 @@ def _new_options(parser: argparse.ArgumentParser) -> None:
 def _refresh_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug", nargs="?", default="", help="the patch that gets the changes (default: the open one)")
     parser.add_argument("--message", type=Path, metavar="FILE", help="a new message (- reads stdin)")
+    parser.add_argument(
+        "--from-file", action="store_true", help="take the patch file, edited by hand, for what it says"
+    )
+
+
+def _refresh(checkout: Checkout, options: Options) -> Answer:
+    if options.from_file:
+        if not options.slug or options.message:
+            raise UsageError("--from-file wants a SLUG and no --message", remedy="mpatch refresh SLUG --from-file")
+        return edit.refresh_from_file(checkout, options.slug)
+    return edit.refresh(checkout, options.slug, text=_text(options.message))
 
 
 def _text(path: Path | None) -> str:
@@ -191,7 +202,7 @@ VERBS: dict[str, Verb] = {
     "refresh": Verb(
         "write the tree's changes into the open patch, and rewrite all after it",
         _refresh_options,
-        lambda c, o: edit.refresh(c, o.slug, text=_text(o.message)),
+        _refresh,
     ),
     "rebase": Verb("move the series to another base, resumable", _rebase_options, _rebase),
     "check": Verb("the gates: lint, alone, prefixes, round trip", _check_options, lambda c, o: check.check(c, o.gates)),

@@ -19,6 +19,7 @@ from tools.mpatch.files import write_bytes
 from tools.mpatch.message import Message, message
 from tools.mpatch.move import Move, run_move
 from tools.mpatch.output import Answer
+from tools.mpatch.patchfile import Patch, apply_change
 from tools.mpatch.plan import Item, items_of
 from tools.mpatch.series import SLUG, Series, load_series
 from tools.mpatch.state import APPLIED, EDIT, NEW, State, dump, load_state, state_path
@@ -138,6 +139,42 @@ def refresh(checkout: Checkout, slug: str = "", *, text: str = "") -> Answer:
         return run_move(
             checkout, store, state, series, Move("refresh", state.base, state.base_tree, items, state, on_disk)
         )
+
+
+def refresh_from_file(checkout: Checkout, slug: str) -> Answer:
+    """Take a patch file that was edited by hand for what it says, and write it anew, with those after it.
+
+    Its hunks must fit exactly on the tree below it; its ids and counts of lines may be wrong.
+
+    Raises:
+        ContextMismatch: they do not fit.
+        TreeMissing: the tree was not made from this series, this patch aside.
+    """
+    with working(checkout, "refresh"):
+        state, series, store = load_state(checkout.place), load_series(checkout, slug), checkout.store()
+        at = series.index(slug)
+        patch = series.patches[at]
+        if state is None or state.mode != APPLIED or [step.slug for step in state.steps] != series.slugs():
+            raise TreeMissing(
+                "the tree does not hold this series", where=checkout.shown(checkout.place), remedy="mpatch apply"
+            )
+        edits = differences(checkout.place, store.tree(state.tree))
+        if edits:
+            raise foreign(edits, checkout.shown(checkout.place))
+        items = items_of(series, state.stack())
+        before = items[at].before
+        items[at] = replace(items[at], after=store.change_tree(before, _by_hunks(store, patch, before)))
+        plan = Move("refresh by file", state.base, state.base_tree, items, state, state.tree, patch.slug)
+        return run_move(checkout, store, state, series, plan)
+
+
+def _by_hunks(store: Store, patch: Patch, before: str) -> dict[str, tuple[str, bytes] | None]:
+    found: dict[str, tuple[str, bytes] | None] = {}
+    for change in patch.changes:
+        entry = store.entry(before, change.path)
+        new = apply_change(change, store.blob(entry.blob) if entry else b"", f"patches/{patch.slug}.patch")
+        found[change.path] = (change.new_mode, new) if change.new_mode else None
+    return found
 
 
 def series_name(series: Series, slug: str, state: State) -> str:

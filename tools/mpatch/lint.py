@@ -158,7 +158,11 @@ class Canonical:
             if render(patch) != data:
                 lines = zip(render(patch).split(b"\n"), data.split(b"\n"), strict=False)
                 line = next((at for at, (ours, theirs) in enumerate(lines, 1) if ours != theirs), 0)
-                yield patch.slug, f"patches/{patch.slug}.patch:{line}", "not as mpatch writes it: mpatch edit, refresh"
+                yield (
+                    patch.slug,
+                    f"patches/{patch.slug}.patch:{line}",
+                    "not as mpatch writes it: mpatch refresh SLUG --from-file",
+                )
 
 
 class ContextUnique:
@@ -175,7 +179,7 @@ class ContextUnique:
                     yield (
                         patch.slug,
                         f"{path}:{hunk.old_start}",
-                        f"the context fits in {count} places: mpatch edit, refresh",
+                        f"the context fits in {count} places: mpatch refresh SLUG --from-file",
                     )
 
 

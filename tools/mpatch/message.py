@@ -132,7 +132,7 @@ def parse(head: bytes, name: str) -> Message:
             "not a patch made by git format-patch",
             where=f"{name}:1",
             why=repr(header[:60]),
-            remedy="write it with: mpatch refresh",
+            remedy="make it with: mpatch new, mpatch refresh",
         )
     fields: dict[str, str] = {}
     for line in re.sub(r"\n[ \t]+", " ", header).split("\n")[1:]:
@@ -141,7 +141,7 @@ def parse(head: bytes, name: str) -> Message:
     missing = [key for key in ("From", "Date", "Subject") if not fields.get(key)]
     if missing:
         raise PatchMalformed(
-            f"the header lacks {', '.join(missing)}", where=name, remedy="write it with: mpatch refresh"
+            f"the header lacks {', '.join(missing)}", where=name, remedy="make it with: mpatch new, mpatch refresh"
         )
     sender = re.fullmatch(r"(.*?) ?<([^<>]*)>", fields["From"])
     if sender is None:

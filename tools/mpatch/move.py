@@ -21,7 +21,8 @@ from tools.mpatch.errors import (
 from tools.mpatch.files import commit_files, write_json
 from tools.mpatch.message import Message
 from tools.mpatch.output import Answer
-from tools.mpatch.patchfile import parse, render
+from tools.mpatch.patchfile import render
+from tools.mpatch.patchread import parse
 from tools.mpatch.plan import ABSORBED, CONFLICT, EXACT, RESOLVED, Item, Moved, Stop, advance, patch_of
 from tools.mpatch.records import write_records
 from tools.mpatch.series import Series, load_series, render_order
@@ -45,6 +46,8 @@ class Move:
     # What an abort goes back to: the state before, and the tree on disk, edits included.
     undo: State
     undo_tree: str
+    # A patch to write anew even where nothing in it has changed.
+    fresh: str = ""
     done: tuple[Moved, ...] = ()
     stop: Stop | None = None
 
@@ -77,7 +80,7 @@ def save(checkout: Checkout, move: Move) -> None:
     values = {
         "schema": 1, "kind": move.kind, "base": move.base, "start": move.start,
         "items": [item.plain() for item in move.items],
-        "undo": dump(move.undo), "undo_tree": move.undo_tree,
+        "undo": dump(move.undo), "undo_tree": move.undo_tree, "fresh": move.fresh,
         "done": [asdict(one) for one in move.done],
         "stop": asdict(move.stop) if move.stop else None,
     }  # fmt: skip
@@ -106,6 +109,7 @@ def load(checkout: Checkout) -> Move:
             [Item.of(one) for one in values["items"]],
             parse_state(values["undo"]),
             values["undo_tree"],
+            values["fresh"],
             tuple(Moved(**one) for one in values["done"]),
             Stop(**stop),
         )
@@ -200,7 +204,7 @@ def finish(checkout: Checkout, store: Store, state: State, series: Series, move:
     """Write the moved series in one step and lay the whole tree out."""
     kept = [(item, one) for item, one in zip(move.items, move.done, strict=True) if one.before != one.after]
     gone = [one.slug for one in move.done if one.before == one.after]
-    made = _patches(store, state, series, kept, gone)
+    made = _patches(store, state, series, kept, gone, move.fresh)
     contents: dict[str, bytes | None] = {f"patches/{slug}.patch": None for slug in series.slugs()}
     contents |= {f"patches/{patch.slug}.patch": data for patch, data in zip(made.patches, made.data, strict=True)}
     order = (checkout.patches / "series").read_text(encoding="utf-8")
@@ -234,7 +238,14 @@ def _nothing_lost(move: Move, tree: str) -> None:
         )
 
 
-def _patches(store: Store, state: State, series: Series, kept: Sequence[tuple[Item, Moved]], gone: list[str]) -> Series:
+def _patches(
+    store: Store,
+    state: State,
+    series: Series,
+    kept: Sequence[tuple[Item, Moved]],
+    gone: list[str],
+    fresh: str,
+) -> Series:
     old = {patch.slug: (patch, data) for patch, data in zip(series.patches, series.data, strict=True)}
     after = {step.slug: step.tree for step in state.steps}
     patches, bytes_of = [], []
@@ -242,7 +253,7 @@ def _patches(store: Store, state: State, series: Series, kept: Sequence[tuple[It
         said = without_needs(item.message, gone)
         known = old.get(item.slug)
         same = known is not None and known[0].message == said and after.get(item.slug) == item.after
-        if known is not None and same and one.how == EXACT:
+        if known is not None and same and one.how == EXACT and item.slug != fresh:
             data = known[1]
         else:
             data = render(patch_of(store, item.slug, said, one.before, one.after))

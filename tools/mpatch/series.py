@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from tools.mpatch import patchfile
+from tools.mpatch import patchread
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import MpatchError, SeriesDoesNotApply, SeriesWrong
 from tools.mpatch.patchfile import Patch
@@ -83,8 +83,8 @@ def parse_order(text: str, name: str = "patches/series") -> list[str]:
     return found
 
 
-def load_series(checkout: Checkout) -> Series:
-    """Read the series and every patch of it.
+def load_series(checkout: Checkout, mend: str = "") -> Series:
+    """Read the series and every patch of it; the one called `mend` leniently.
 
     Raises:
         SeriesWrong: the series file is missing (an empty one is fine), or it and the folder disagree.
@@ -113,7 +113,7 @@ def load_series(checkout: Checkout) -> Series:
     patches, errors = [], []
     for slug, content in zip(slugs, data, strict=True):
         try:
-            patches.append(patchfile.parse(slug, content))
+            patches.append(patchread.parse(slug, content, mend=bool(mend) and mend in (slug, slug.partition("/")[2])))
         except MpatchError as error:
             errors.append(error)
     raise_all(errors, "patch files cannot be read")

@@ -13,7 +13,7 @@ from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import ArchiveUnsafe, BaseMismatch, BaseMissing, DownloadMismatch, GitFailed
 from tools.mpatch.files import temporary
 from tools.mpatch.git import Repo
-from tools.mpatch.patchfile import check_path
+from tools.mpatch.patchread import check_path
 from tools.mpatch.pins import Base, GitBase, SdistBase
 from tools.mpatch.store import Store
 

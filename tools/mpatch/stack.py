@@ -96,7 +96,7 @@ def apply_patch(patch: Patch, current: Contents) -> Contents:
                 where=change.path,
                 why=f"index line says {change.new_id}\nthe hunks give  {got}\n"
                 "so the patch was edited by hand after it was made",
-                remedy=f"look at it, then re-export it: mpatch edit {patch.slug} && mpatch refresh",
+                remedy=f"undo the edit: git checkout -- {name}\nor keep it:    mpatch refresh {patch.slug} --from-file",
             )
         changed[change.path] = None if change.new_id == ABSENT else (change.new_mode, new)
     return changed

@@ -95,8 +95,10 @@ def api_breaks(old: bytes, new: bytes) -> list[str]:
     for name, arguments in before.items():
         if name not in after:
             found.append(f"{name}: removed")
-        elif arguments is not None and after[name] is not None:
-            found += [f"{name}: {text}" for text in _breaks(arguments, after[name])]
+            continue
+        now = after[name]
+        if arguments is not None and now is not None:
+            found += [f"{name}: {text}" for text in _breaks(arguments, now)]
     return sorted(found)
 
 
@@ -114,9 +116,7 @@ def _signatures(tree: ast.Module, prefix: str = "") -> dict[str, ast.arguments |
     return found
 
 
-def _breaks(old: ast.arguments, new: ast.arguments | None) -> list[str]:
-    if new is None:
-        return ["is no function any more"]
+def _breaks(old: ast.arguments, new: ast.arguments) -> list[str]:
     had = [one.arg for one in (*old.posonlyargs, *old.args)]
     has = [one.arg for one in (*new.posonlyargs, *new.args)]
     found = [f"parameter {name!r} removed" for name in had if name not in has and new.kwarg is None]
