@@ -133,6 +133,8 @@ class Monitor:
         self._deliver(wait=False)
         assert self._clock is not None
         self._clock.tick()
+        if self._publisher is not None:
+            self._publisher.note_loss(iteration)
         if run.sampling:
             self._reduce(iteration, run)
             run.store.clear()

@@ -357,8 +357,13 @@ _STEP = (
         "1: imbalance costs nothing.", Worse.DOWN,
     ),
     Metric(
+        "alarms", "Alarms standing", "alarms",
+        "-", "step", Source.STEP,
+        "How many alarms stand; alarms.jsonl says which.", Worse.UP,
+    ),
+    Metric(
         "peak_memory", "Peak memory", "bytes",
-        "largest allocation since the last sample", "step", Source.STEP,
+        "largest allocation so far", "step", Source.STEP,
         "Every rank's, not the mean.", Worse.UP,
     ),
 )  # fmt: skip

@@ -53,7 +53,7 @@ class AlarmOptions:
     drift_growth: float = _option(1.25, "Growth of z_rms over 100 steps that is a drift, for a bf16 router.")
     drift_flips: float = _option(0.01, "flip_rate that is a drift, whatever z_rms does.")
     loss_margin: float = _option(
-        0.1, "How far lm_loss may stand above its lowest value so far, and not less than 5 times its own noise."
+        0.1, "How far lm_loss may stand above its lowest value so far, and not less than 10 times its own noise."
     )
     rank_vio: float = _option(0.5, "rank_max_vio over which a rank is overloaded.")
     rank_steps: int = _option(20, "Steps that it must stay over it.")

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.observe import emit, formulas
-from megatron_ext.observe.names import step_key
+from megatron_ext.observe.alarms import RULES, Board, History
+from megatron_ext.observe.names import METRICS, step_key
 from megatron_ext.observe.options import AlarmOptions, ObserveOptions
+from megatron_ext.observe.probes import PROBES
 from megatron_ext.observe.sample import Facts, InvariantError, Sample, measure
 from megatron_ext.observe.sink import Sink
 from megatron_ext.observe.store import Store
@@ -23,6 +25,10 @@ logger = logging.getLogger("megatron_ext.observe")
 
 # Up to this many ranks, each one's memory is sent.
 RANKS_SHOWN = 64
+# The alarms' memory is saved when an alarm changes, and otherwise this rarely.
+STATE_EVERY_STEPS = 20
+STATE_SCHEMA = 1
+_LOSS = METRICS["lm_loss"].megatron_tag
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Publisher:
     ) -> None:
         """Start with an empty window."""
         self._options = options
+        self._alarms = alarms
         self._sink = sink
         self._layers = layers
         self._facts = facts
@@ -70,12 +77,26 @@ class Publisher:
             numbers_a_frame=len(layers) * store.shape.experts * width,
         )
         self._window: list[_Stretch] = []
+        self._rules = tuple(rule(alarms) for rule in RULES)
+        watched = dict.fromkeys(metric for rule in RULES for metric in rule.watches)
+        self._history = History(tuple(watched), len(layers))
+        self._board = Board()
+        self._saved_at = 0
+        self._first = True
+
+    def note_loss(self, step: int) -> None:
+        """Remember the loss that Megatron has just written for `step`."""
+        loss = self._sink.recent().get(_LOSS)
+        if loss is not None and not self._broken:
+            self._resume(step)
+            self._history.add_loss(step, loss)
 
     def take(self, step: int, packed: NDArray[np.float64], clock: Mapping[str, float]) -> None:
         """Publish the sample of `step`."""
         if self._broken:
             return
         try:
+            self._resume(step)
             self._take(step, self._store.unpack(packed), clock)
         except InvariantError as error:
             self._stop(f"the counts are wrong ({error}); no metrics rather than wrong ones")
@@ -84,6 +105,11 @@ class Publisher:
 
     def _take(self, step: int, sums: Mapping[str, NDArray], clock: Mapping[str, float]) -> None:
         step_values = {**clock, **_memory(sums["memory"])}
+        control = self._alarms.control_tokens_per_s
+        throughput = clock.get(step_key("tokens_per_s"))
+        if control and throughput:
+            step_values[step_key("forced_even_ratio")] = throughput / control
+        self._note_failures(sums["failed"])
         if self._layers:
             sample = measure(step, self._layers, sums, self._facts)
             sample = self._with_window(replace(sample, step_values=step_values))
@@ -94,7 +120,41 @@ class Publisher:
         else:
             empty = np.zeros((0, 0), np.int64)
             sample = Sample(step, (), empty, empty, {}, step_values=step_values)
-        self._sink.scalars(step, emit.scalars(sample, layers=self._options.layers, alarmed={}))
+        self._alarm(sample)
+        alarmed = self._board.layers_by_metric()
+        values = emit.scalars(sample, layers=self._options.layers, alarmed=alarmed)
+        self._sink.scalars(step, values | {step_key("alarms"): float(self._board.standing)})
+
+    def _alarm(self, sample: Sample) -> None:
+        self._history.add(sample)
+        throughput = sample.step_values.get(step_key("tokens_per_s"))
+        if throughput is not None:
+            self._history.add_throughput(sample.step, throughput)
+        findings = [(rule.name, found) for rule in self._rules for found in rule.check(sample, self._history)]
+        news = self._board.update(sample.step, findings)
+        for record in news:
+            logger.warning(record.line())
+            self._sink.alarm(record.as_json())
+        if news or sample.step - self._saved_at >= STATE_EVERY_STEPS:
+            self._saved_at = sample.step
+            state = {"schema": STATE_SCHEMA, "history": self._history.as_json(), "standing": self._board.as_json()}
+            self._sink.save_state(state)
+
+    def _resume(self, step: int) -> None:
+        """Before the first step: take over what an earlier start of this run remembered of the steps before it."""
+        if not self._first:
+            return
+        self._first = False
+        state = self._sink.load_state()
+        if not state or state.get("schema") != STATE_SCHEMA:
+            return
+        try:
+            self._history.restore(state["history"])
+            self._board.restore(state["standing"])
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("observe: the alarms begin anew, their memory can't be read: %r", error)
+        self._history.forget_from(step)
+        self._board.forget_from(step)
 
     def _with_window(self, sample: Sample) -> Sample:
         """Add `dead_share` over the last `window` steps; no value before so many were counted."""
@@ -107,6 +167,12 @@ class Publisher:
         counts = np.sum([stretch.counts for stretch in self._window], axis=0)
         values = {**sample.values, "dead_share": formulas.dead_share(counts)}
         return replace(sample, window_counts=counts, values=values)
+
+    def _note_failures(self, failed: NDArray[np.int64]) -> None:
+        """Leave out what a probe that is off on some rank would have measured: a sum without it is wrong."""
+        lost = {metric for kind, ranks in zip(PROBES, failed, strict=True) if ranks for metric in kind.measures}
+        if not lost <= self._facts.lost:
+            self._facts = replace(self._facts, lost=self._facts.lost | lost)
 
     def _stop(self, why: str) -> None:
         self._broken = True

@@ -44,6 +44,9 @@ class Sink(Protocol):
     def alarm(self, record: Mapping[str, object]) -> None:
         """Take a change of an alarm: `AlarmRecord.as_json()`."""
 
+    def recent(self) -> Mapping[str, float]:
+        """Return the last value of every scalar that Megatron has written so far, by its own tag (`lm loss`)."""
+
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Keep the alarms' state for a resumed run (ready for JSON, under 1 MB); replaces the last one."""
 

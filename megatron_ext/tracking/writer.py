@@ -52,6 +52,7 @@ class RunWriter:
         self.run_dir: Path = options.run_dir
         self._opened = opened
         self._row: _OpenRow | None = None
+        self._recent: dict[str, float] = {}
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
         self._files = {name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)}
@@ -92,6 +93,7 @@ class RunWriter:
                 self._row = _OpenRow(int(step), self._opened.number)
                 self._opened.note_first_step()
             self._row.metrics.update(values)
+            self._recent.update(values)
             self._row.touched = time.monotonic()
 
     def samples(self, consumed: int) -> None:
@@ -117,6 +119,11 @@ class RunWriter:
         """
         counts = np.array(tokens_per_expert, dtype=np.int64, copy=True)
         self._put("routing", (int(step), [int(layer) for layer in layers], counts, dict(extra or {})))
+
+    def recent(self) -> Mapping[str, float]:
+        """Return the last value of every scalar so far, by its key (Megatron's own tags included)."""
+        with self._lock:
+            return dict(self._recent)
 
     def alarm(self, record: Mapping[str, object]) -> None:
         """Record a change of an alarm (raised or cleared), as plain values."""

@@ -72,3 +72,47 @@ class Dump(Plugin):
 
     def _tensor(self, module, inputs, output):
         return {"output": output}
+
+
+def router_bias(router: Any) -> torch.Tensor:
+    """Give a router a bias that nobody trains, all 0; Megatron's gating adds it."""
+    if router.bias is None:
+        router.bias = torch.nn.Parameter(torch.zeros_like(router.weight[:, 0]), requires_grad=False)
+    return router.bias.data
+
+
+class Broken(Plugin):
+    """From step 10 on, one failure a layer: collapse, dead expert, rogue expert, flat gate; layer 4 stays well."""
+
+    START = 10
+
+    def step_end(self, iteration: int) -> None:
+        super().step_end(iteration)
+        if iteration < self.START:
+            return
+        if iteration == self.START:
+            router_bias(self.layers[0].router)[3] = 20.0
+        self.layers[1].experts.local_experts[5].linear_fc2.weight.data.zero_()
+        self.layers[2].experts.local_experts[2].linear_fc2.weight.data.mul_(1.25)
+        self.layers[3].router.weight.data.mul_(0.5)
+
+
+class Skewed(Plugin):
+    """Two ranks, bf16: layer 0's logits grow by 5 % a step from step 10, layer 1's rank 1 gets most tokens."""
+
+    START = 10
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+
+    def step_end(self, iteration: int) -> None:
+        super().step_end(iteration)
+        if iteration < self.START:
+            return
+        if iteration == self.START:
+            router_bias(self.layers[1].router)[4:] = 1.0
+        # bf16 can't hold 5 % steps of the model copy for long: set it from a copy of our own.
+        weight = self.layers[0].router.weight
+        if iteration == self.START:
+            self.first = weight.data.float().clone()
+        weight.data.copy_(self.first * 1.15 ** (iteration - self.START))

@@ -69,15 +69,20 @@ def train(
     spec = folder / "spec.json"
     spec.write_text(json.dumps({"flags": words, "folder": str(folder), "plugin": plugin, **more}))
     port = _free_port()
-    processes = [_start(spec, rank, ranks, port) for rank in range(ranks)]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    log = "\n".join(outputs)
-    failed = any(process.returncode for process in processes)
+    # Into files: a full pipe of one rank would stop it while another is waited for.
+    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
+    processes = [_start(spec, rank, ranks, port, log) for rank, log in enumerate(logs)]
+    try:
+        failed = sum(abs(process.wait(timeout=400)) for process in processes) > 0
+    finally:
+        for process in processes:
+            process.kill()
+    log = "\n".join(path.read_text() for path in logs)
     assert failed != ok, log[-6000:]
     return Output(folder, log)
 
 
-def _start(spec: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
+def _start(spec: Path, rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -88,14 +93,16 @@ def _start(spec: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[str
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
-        ["nice", "-n", "10", sys.executable, str(Path(__file__).with_name("observe_child.py")), str(spec)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, str(Path(__file__).with_name("observe_child.py")), str(spec)]
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.nice(10),
+        )
 
 
 def _free_port() -> int:

@@ -1,0 +1,41 @@
+"""A loss that jumps above its lowest value so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_ext.observe.alarms.history import History
+from megatron_ext.observe.alarms.rule import Finding, Rule
+from megatron_ext.observe.sample import Sample
+
+# Losses before the first judgement: the noise has to be known.
+_LEAST_LOSSES = 32
+# The lowest of thousands of values lies some 4 spreads below their mean, the highest as far above it.
+_NOISES = 10.0
+# Three in four differences of two normal values of spread s are below 1.627 s; a spike isn't among them.
+_QUARTILE, _QUARTILE_SPREADS = 0.75, 1.627
+
+
+class LossSpike(Rule):
+    """`lm_loss` more than 0.1 above the lowest so far, and more than 10 times its own noise from step to step.
+
+    The second half is ours: a small batch moves the loss by more than 0.1 from one step to the next.
+    """
+
+    name = "loss_spike"
+
+    def check(self, sample: Sample, history: History) -> list[Finding]:
+        """Return at most one finding, for the highest loss since the last sample."""
+        losses, lows = history.losses, history.lows
+        if len(losses) < _LEAST_LOSSES or not lows:
+            return []
+        values = np.array([loss for _, loss in losses])
+        noise = float(np.quantile(np.abs(np.diff(values)), _QUARTILE)) / _QUARTILE_SPREADS
+        lowest = lows[-1][1]
+        limit = lowest + max(self.options.loss_margin, _NOISES * noise)
+        new = [pair for pair in losses if pair[0] > history.previous]
+        step, loss = max(new or losses[-1:], key=lambda pair: pair[1])
+        if loss <= limit:
+            return []
+        since = next(at for at, value in losses if value > limit and at >= min(lows[-1][0], step))
+        return [Finding(metric="lm_loss", value=loss, limit=limit, since=since)]
