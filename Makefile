@@ -22,6 +22,7 @@ demo: setup
 	@bash examples/moe/quickstart.sh
 
 test: setup lint
+	@bash tools/setup/system.sh
 	@$(PY) -m pytest tests -m "not gpu and not nightly and not ranks"
 
 lint: venv

@@ -24,6 +24,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("megatron_ext.runtime.cli", "start one rank's training under patched Megatron"),
+    "report": Verb("megatron_ext.report.cli", "a table and one offline page from run directories"),
     "tokenize": Verb("megatron_ext.data.cli", "turn text into Megatron's indexed files, or check them"),
     "plan": Verb("megatron_ext.plan.cli", "estimate before training: traffic and time of the dispatchers"),
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),

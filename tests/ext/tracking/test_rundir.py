@@ -64,11 +64,18 @@ def test_nan_and_infinity_come_back(tmp_path: Path) -> None:
 
 def test_routing_with_norms_and_sources(tmp_path: Path) -> None:
     _write(
-        tmp_path, "routing.jsonl",
-        {"step": 5, "layers": [1, 3], "tokens_per_expert": [[4, 0], [2, 2]], "expert_rms": [[1.5, None], [1, 2]],
-         "sources": ["code", "prose"], "tokens_per_source": [[[1, 0], [3, 0]], [[2, 0], [0, 2]]]},
+        tmp_path,
+        "routing.jsonl",
+        {
+            "step": 5,
+            "layers": [1, 3],
+            "tokens_per_expert": [[4, 0], [2, 2]],
+            "expert_rms": [[1.5, None], [1, 2]],
+            "sources": ["code", "prose"],
+            "tokens_per_source": [[[1, 0], [3, 0]], [[2, 0], [0, 2]]],
+        },
         {"step": 6, "layers": [1], "tokens_per_expert": [[4, 0], [2, 2]]},
-    )  # fmt: skip
+    )
     _write(tmp_path, "metrics.jsonl", _row(5, loss=1.0))
     run = read_run(tmp_path)
     (frame,) = run.routing
@@ -83,8 +90,13 @@ def test_routing_with_norms_and_sources(tmp_path: Path) -> None:
 def test_alarm_of_a_replaced_step_is_dropped(tmp_path: Path) -> None:
     _write(tmp_path, "metrics.jsonl", *[_row(s, 1, loss=1.0) for s in range(1, 9)], _row(5, 2, loss=1.0))
     alarm = {"name": "dead_expert", "state": "raised"}
-    _write(tmp_path, "alarms.jsonl", {**alarm, "step": 3, "start": 1}, {**alarm, "step": 7, "start": 1},
-           {**alarm, "step": 5, "start": 2})  # fmt: skip
+    _write(
+        tmp_path,
+        "alarms.jsonl",
+        {**alarm, "step": 3, "start": 1},
+        {**alarm, "step": 7, "start": 1},
+        {**alarm, "step": 5, "start": 2},
+    )
     assert [alarm["step"] for alarm in read_run(tmp_path).alarms] == [3, 5]
 
 

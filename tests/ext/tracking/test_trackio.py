@@ -46,8 +46,18 @@ TRAIN = textwrap.dedent("""
 
 
 def _train(run_dir: Path, first: int, last: int, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", TRAIN, "--moe-ext-run-dir", str(run_dir), "--first", str(first),
-               "--last", str(last), *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN,
+        "--moe-ext-run-dir",
+        str(run_dir),
+        "--first",
+        str(first),
+        "--last",
+        str(last),
+        *flags,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -56,8 +66,12 @@ def _import(args) -> tuple[int, str]:
     assert options is not None
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ext.tracking.feed", json.dumps(options.to_plain()), "--once"],
-        env=child_environment(options), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=child_environment(options),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     return done.returncode, done.stdout
 
 
@@ -169,9 +183,11 @@ def test_folder_that_cannot_be_costs_one_warning(make_args, tmp_path: Path, capl
 
 def test_full_disk_costs_one_warning_and_imports_later(make_args, tmp_path: Path, kept) -> None:
     # 300 kB hold the empty database (about 200 kB) and a few rows; every write beyond fails as on a full disk.
-    script = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
-             "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))\n" + TRAIN.replace(
-                 '{"lm loss"', '{**{f"k{n}": float(step) for n in range(200)}, "lm loss"')  # fmt: skip
+    script = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))\n"
+        + TRAIN.replace('{"lm loss"', '{**{f"k{n}": float(step) for n in range(200)}, "lm loss"')
+    )
     command = [
         sys.executable,
         "-c",
@@ -211,8 +227,19 @@ def test_every_value_arrives_exactly_with_reserved_names_and_odd_numbers(make_ar
     assert writer is not None
     values = {"lm loss": 0.1 + 0.2, "step": 7.0, "nan": float("nan"), "inf": float("inf"), "tiny": 1e-300}
     writer.scalars(3, values)
-    writer.alarm({"name": "dead_expert", "state": "raised", "step": 3, "since_step": 2, "layer": 1, "expert": 4,
-                  "value": 0.0, "why": "It learns nothing.", "remedy": "raise the coefficient"})  # fmt: skip
+    writer.alarm(
+        {
+            "name": "dead_expert",
+            "state": "raised",
+            "step": 3,
+            "since_step": 2,
+            "layer": 1,
+            "expert": 4,
+            "value": 0.0,
+            "why": "It learns nothing.",
+            "remedy": "raise the coefficient",
+        }
+    )
     writer.close()
     assert kept.rows() == [
         (3, {"lm loss": 0.1 + 0.2, "value/step": 7.0, "nan": "NaN", "inf": "Infinity", "tiny": 1e-300})
