@@ -41,7 +41,7 @@ class TeeSummaryWriter(SummaryWriter):
             self._inner.add_scalar(tag, scalar_value, global_step, *args, **kwargs)
         if tag.endswith(SAMPLES_ENDING):
             if global_step is not None:
-                self._run_writer.samples(int(global_step))
+                self._run_writer.samples(self._step, int(global_step))
             return
         self._step = self._step if global_step is None else int(global_step)
         self._run_writer.scalars(self._step, {tag: float(scalar_value)})

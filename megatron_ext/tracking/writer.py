@@ -34,6 +34,8 @@ log = logging.getLogger("megatron_ext.tracking")
 QUEUE_ITEMS = 4096
 # An open row is written after this long without news, so that the last step of a hung run is on the disk.
 IDLE_FLUSH_S = 2.0
+# The monitor delivers a sample up to a step or two later; a row written before only becomes two lines.
+OPEN_ROWS = 3
 CLOSE_WAIT_S = 10.0
 
 
@@ -51,7 +53,7 @@ class RunWriter:
     def __init__(self, options: TrackingOptions, opened: start.Opened) -> None:
         self.run_dir: Path = options.run_dir
         self._opened = opened
-        self._row: _OpenRow | None = None
+        self._rows: dict[int, _OpenRow] = {}
         self._recent: dict[str, float] = {}
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
@@ -84,23 +86,23 @@ class RunWriter:
         return cls(options, start.open_start(options, args, pins))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add scalars to the row of `step`; a new step closes the row before it."""
+        """Add scalars to the row of `step`. The rows of the last few steps are open: the monitor's numbers come late."""
         with self._lock:
-            if self._row is not None and self._row.step != step:
-                self._put("metrics", self._row)
-                self._row = None
-            if self._row is None:
-                self._row = _OpenRow(int(step), self._opened.number)
+            row = self._rows.get(step)
+            if row is None:
+                row = self._rows[step] = _OpenRow(int(step), self._opened.number)
                 self._opened.note_first_step()
-            self._row.metrics.update(values)
+            row.metrics.update(values)
+            row.touched = time.monotonic()
             self._recent.update(values)
-            self._row.touched = time.monotonic()
+            while len(self._rows) > OPEN_ROWS:
+                self._put("metrics", self._rows.pop(min(self._rows)))
 
-    def samples(self, consumed: int) -> None:
-        """Note the training samples consumed by the current step (the x axis that survives an upcycling)."""
+    def samples(self, step: int, consumed: int) -> None:
+        """Note the training samples consumed by `step` (the x axis that survives an upcycling)."""
         with self._lock:
-            if self._row is not None:
-                self._row.samples = consumed
+            if step in self._rows:
+                self._rows[step].samples = consumed
 
     def routing(
         self,
@@ -147,9 +149,8 @@ class RunWriter:
             if self._closed:
                 return
             self._closed = True
-            if self._row is not None:
-                self._put("metrics", self._row)
-                self._row = None
+            for step in sorted(self._rows):
+                self._put("metrics", self._rows.pop(step))
         atexit.unregister(self.close)
         try:
             self._queue.put(None, timeout=CLOSE_WAIT_S)
@@ -205,10 +206,9 @@ class RunWriter:
 
     def _make_rounds(self) -> None:
         with self._lock:
-            row = self._row
-            if row is not None and time.monotonic() - row.touched > IDLE_FLUSH_S:
-                self._row = None
-                self._put("metrics", row)
+            for step, row in sorted(self._rows.items()):
+                if time.monotonic() - row.touched > IDLE_FLUSH_S:
+                    self._put("metrics", self._rows.pop(step))
         self._flush(force=False)
         self._report_feeder()
 

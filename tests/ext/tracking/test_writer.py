@@ -51,6 +51,20 @@ def test_one_row_a_step_from_both_sides(make_args, tmp_path: Path) -> None:
     ]
 
 
+def test_late_numbers_join_the_row_of_their_step(make_args, tmp_path: Path) -> None:
+    writer = _open(make_args("--moe-ext-no-trackio"))
+    for step in range(1, 8):
+        writer.scalars(step, {"lm loss": float(step)})
+        writer.samples(step, 8 * step)
+        if step > 1:
+            writer.scalars(step - 1, {"moe/max_vio/max": float(step - 1)})
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "moe" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert all(line["samples"] == 8 * line["step"] for line in lines)
+    assert all(line["metrics"]["moe/max_vio/max"] == line["step"] for line in lines[:-1])
+
+
 def test_tee_is_a_summary_writer_and_passes_everything_on(make_args, tmp_path: Path) -> None:
     inner = SummaryWriter(tmp_path / "tb")
     tee = tracking.TeeSummaryWriter(_open(make_args("--moe-ext-no-trackio")), inner)
