@@ -49,7 +49,7 @@ def test_counted_rows_equal_the_formula_within_sampling_error(
 
 
 def test_static_form_sends_every_token_to_every_other_node() -> None:
-    counts = counted(64, 8, 16, 8, 50)
+    counts = counted(64, 2, 16, 8, 50)
     one = traffic(counts, two_hops=True, static_capacity=50, row_bytes=100)
     assert one.rows_off_node / one.tokens == 1.0
     assert one.needed_off_node < one.rows_off_node
