@@ -120,7 +120,7 @@ def cases(spread: kernels.Tile, total: kernels.Tile) -> list[Case]:
     packed = torch.zeros(2 * tokens, form.row_bytes, dtype=torch.uint8, device="cuda")
     received = make_ids(2 * tokens, experts, top_k)
     rows = form.hidden_view(packed)
-    to_experts = routing.expert_slots(received, ep2)
+    to_experts = routing.expert_slots(received, ep2.num_local_experts)
     to_ranks = routing.assign_slots(ids, routing.all_ranks(ep2)).slots
     node = Layout(16, 0, 4, 8)
     in_node = routing.assign_slots(received, routing.node_ranks(node)).slots
@@ -155,7 +155,7 @@ def routing_ms() -> dict[str, float]:
     return {
         "count vector": time_ms(lambda: routing.count_vector(ids, layout)),
         "slots of ranks": time_ms(lambda: routing.assign_slots(ids, routing.all_ranks(layout))),
-        "slots of experts": time_ms(lambda: routing.expert_slots(received, layout)),
+        "slots of experts": time_ms(lambda: routing.expert_slots(received, 32)),
     }
 
 

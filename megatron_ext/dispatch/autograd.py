@@ -32,9 +32,7 @@ class _Box:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, engine: Engine, box: _Box
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, engine: Engine, box: _Box) -> tuple[Tensor, Tensor]:
         rows, row_weights, handle = engine.dispatch(x, ids, weights)
         ctx.engine, ctx.handle = engine, handle
         box.handle = handle
@@ -136,14 +134,31 @@ def to_experts(
         Expert rows [R, H], their weights [R], the order, and the rows of each local expert [L] int64 on
         the CPU, padding included.
     """
-    tokens_per_expert = torch.from_numpy(handle.counts.wait().tokens_per_local_expert())
+    layout = handle.layout
+    # Local numbers: this rank's experts from 0, others' below or beyond, which `order_rows` leaves out.
+    ids = handle.ids - layout.rank * layout.num_local_experts
+    counts = torch.from_numpy(handle.counts.wait().tokens_per_local_expert())
+    return order_rows(rows, weights, ids, counts, align=align)
+
+
+def order_rows(
+    rows: Tensor, weights: Tensor, local_ids: Tensor, counts: Tensor, *, align: int = 0
+) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
+    """Lay rows out for the experts. See `to_experts`.
+
+    Args:
+        rows: [M, H].
+        weights: [M, K].
+        local_ids: [M, K] int64; numbers outside of 0..L-1 are other ranks' experts.
+        counts: [L] int64 on the CPU, rows of each local expert.
+        align: As in `to_experts`.
+    """
     if align > 1:
-        tokens_per_expert = (tokens_per_expert + align - 1) // align * align
-    order = routing.ExpertOrder(
-        routing.expert_slots(handle.ids, handle.layout, align=align), int(tokens_per_expert.sum())
-    )
+        counts = (counts + align - 1) // align * align
+    slots = routing.expert_slots(local_ids, len(counts), align=align)
+    order = routing.ExpertOrder(slots, int(counts.sum()))
     out, flat = _ToExperts.apply(rows, weights, order.slots, order.rows, align > 1)
-    return out, flat, order, tokens_per_expert
+    return out, flat, order, counts
 
 
 def from_experts(expert_rows: Tensor, order: routing.ExpertOrder, *, gaps: bool = False) -> Tensor:

@@ -52,7 +52,7 @@ class RowManager:
         static = _static(setup.options, setup.max_tokens, cheap=cheap)
         self._engine = Engine(layout, groups, static=static, capacity=setup.max_tokens)
         self._top_k = dispatcher.tp_size * config.moe_router_topk
-        self._align = _align(config)
+        self._align = align_of(config)
         self.layer_number = -1
         self._ids: Tensor | None = None
         self._handle: Handle | None = None
@@ -188,7 +188,8 @@ def _static(options: DispatchOptions, max_tokens: int | None, *, cheap: bool) ->
     return cheap and options.form == "auto" and max_tokens is not None
 
 
-def _align(config: Any) -> int:
+def align_of(config: Any) -> int:
+    """Rows to which the share of each expert is padded, 0 for none: as upstream pads for FP8 and the op fuser."""
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
     padded = config.moe_router_padding_for_quantization or getattr(config, "use_transformer_engine_op_fuser", False)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+
+from megatron_ext.dispatch import probe
 from megatron_ext.dispatch.engine import Engine
 from megatron_ext.dispatch.formula import copies_off_set, copies_per_expert
 from megatron_ext.dispatch.placement import Placement
@@ -34,6 +38,13 @@ class Used:
 
 
 _noted: list[Used] = []
+_lines: list[str] = []
+
+
+def note_line(line: str) -> None:
+    """Remember a line of the report, once."""
+    if line not in _lines:
+        _lines.append(line)
 
 
 def describe(asked: str, engine: Engine, placement: Placement, num_experts: int, top_k: int, backend: str) -> Used:
@@ -63,18 +74,15 @@ def describe(asked: str, engine: Engine, placement: Placement, num_experts: int,
     sets = layout.num_nodes if layout.num_nodes > 1 else layout.world
     if sets > 1 and layout.num_experts % sets == 0:
         place = "node" if layout.num_nodes > 1 else "rank"
-        rows = copies_off_set(num_experts, top_k, sets)
-        reasons.append(
-            f"rows a token off the {place}, even routing: {rows:.3f} at best, "
-            f"{copies_per_expert(top_k, sets):.3f} with alltoall"
-        )
+        rows, naive = copies_off_set(num_experts, top_k, sets), copies_per_expert(top_k, sets)
+        reasons.append(f"rows a token off the {place}, even routing: {rows:.3f} at best, {naive:.3f} with alltoall")
+        node = probe.look()
+        reasons.append(probe.recommend(node, used=used, num_nodes=layout.num_nodes, copies=rows, copies_alltoall=naive))
     return Used(asked, used, transport, shape, tuple(reasons))
 
 
 def note(asked: str, engine: Engine, placement: Placement, num_experts: int, top_k: int) -> None:
     """Remember one layer's; equal ones are shown once."""
-    import torch.distributed as dist
-
     backend = str(dist.get_backend(engine.groups.world))
     used = describe(asked, engine, placement, num_experts, top_k, backend)
     if used not in _noted:
@@ -83,10 +91,18 @@ def note(asked: str, engine: Engine, placement: Placement, num_experts: int, top
 
 def show() -> None:
     """Print what was noted, once, on the first rank of the run."""
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for used in _noted:
-            for line in used.lines():
-                print(f"[moe] {line}", flush=True)
+        lines = [line for used in _noted for line in used.lines()]
+        lines += [f"dispatch: {line}" for line in _lines]
+        if lines:
+            lines.append(f"dispatch: {probe.look().line()}; torch {torch.__version__}, NCCL {_nccl()}")
+        for line in lines:
+            print(f"[moe] {line}", flush=True)
     _noted.clear()
+    _lines.clear()
+
+
+def _nccl() -> str:
+    if torch.version.cuda is None or "nccl" not in str(dist.get_backend()):
+        return "not used"
+    return ".".join(map(str, torch.cuda.nccl.version()))

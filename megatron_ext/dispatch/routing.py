@@ -109,11 +109,6 @@ def node_ranks(layout: Layout) -> Destinations:
     return Destinations(layout.node * count, count, layout.num_local_experts, layout.local_rank)
 
 
-def local_experts(layout: Layout) -> Destinations:
-    """This rank's experts."""
-    return Destinations(layout.rank * layout.num_local_experts, layout.num_local_experts, 1)
-
-
 def first_of_run(dest: Tensor) -> Tensor:
     """Blank repeated destinations: [T, K] with -1 where the choice before it has the same destination.
 
@@ -213,19 +208,19 @@ class ExpertOrder:
     rows: int
 
 
-def expert_slots(ids: Tensor, layout: Layout, *, align: int = 0) -> Tensor:
+def expert_slots(local_ids: Tensor, num_local_experts: int, *, align: int = 0) -> Tensor:
     """Slots of received rows in expert order: by local expert, then by received row. [M, K] int32.
 
     Args:
-        ids: [M, K] of the received rows.
-        layout: The group.
+        local_ids: [M, K] int64 of the received rows, this rank's experts from 0.
+        num_local_experts: L; other numbers are other ranks' experts.
         align: Start every expert at a multiple of this many rows (0 or 1: no gaps).
     """
-    to = local_experts(layout)
-    table = assign_slots(ids, to)
+    to = Destinations(0, num_local_experts, 1)
+    table = assign_slots(local_ids, to)
     if align <= 1:
         return table.slots
     counts = torch.diff(table.ends, prepend=table.ends.new_zeros(1))
     gaps = (-counts).remainder(align)
-    shift = (gaps.cumsum(0, dtype=torch.int32) - gaps)[to.of(ids).clamp(min=0)]
+    shift = (gaps.cumsum(0, dtype=torch.int32) - gaps)[to.of(local_ids).clamp(min=0)]
     return torch.where(table.slots >= 0, table.slots + shift, -1).int()

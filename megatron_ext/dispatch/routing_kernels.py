@@ -23,7 +23,7 @@ _ROWS = 128  # rows of a tile
 def _destination(ids, present, first, count, size):
     """Destination of each choice, -1 for none."""
     offset = ids - first
-    served = present & (ids >= 0) & (offset >= 0) & (offset < count)
+    served = present & (offset >= 0) & (offset < count)
     return tl.where(served, offset // size, -1)
 
 

@@ -73,7 +73,7 @@ def check_routing(seed: int, device: str) -> None:
     ids = ids.masked_fill(torch.rand(tokens, top_k, generator=made) < 0.2, -1)
     ids = routing.sort_choices(ids, torch.zeros(tokens, top_k))[0]
     there = ids.to(device)
-    for to in (routing.all_ranks, routing.all_nodes, routing.node_ranks, routing.local_experts):
+    for to in (routing.all_ranks, routing.all_nodes, routing.node_ranks):
         want = routing.assign_slots(ids, to(layout))
         marks = torch.zeros(to(layout).number * tokens + 1, dtype=torch.int32, device=device)
         routing_kernels.mark(there, to(layout), marks)

@@ -44,11 +44,10 @@ def test_sort_choices_moves_weights_and_puts_empty_choices_last() -> None:
     assert torch.equal(weights, torch.tensor([[0.2, 0.5, 0.1]]))
 
 
-def test_destinations_of_ranks_nodes_and_local_experts() -> None:
+def test_destinations_of_ranks_and_nodes() -> None:
     assert routing.all_ranks(LAYOUT).of(IDS).tolist() == [[0, 0, 3], [1, 1, -1], [0, 2, 2], [-1, -1, -1]]
     assert routing.all_nodes(LAYOUT).of(IDS).tolist() == [[0, 0, 1], [0, 0, -1], [0, 1, 1], [-1, -1, -1]]
     assert routing.node_ranks(LAYOUT).of(IDS).tolist() == [[0, 0, -1], [1, 1, -1], [0, -1, -1], [-1, -1, -1]]
-    assert routing.local_experts(LAYOUT).of(IDS).tolist() == [[-1, -1, -1], [0, 1, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
 def test_slots_are_ordered_by_destination_then_row_with_own_rows_last() -> None:
@@ -71,9 +70,8 @@ def test_fixed_slots_give_every_destination_a_block() -> None:
 
 @pytest.mark.parametrize(("align", "want"), [(0, [[-1, 0], [2, 3], [-1, 1]]), (4, [[-1, 0], [4, 8], [-1, 1]])])
 def test_expert_order_groups_rows_by_expert(align: int, want: list[list[int]]) -> None:
-    layout = Layout(2, 1, 3, 1)  # experts 3, 4, 5 are local
-    ids = torch.tensor([[1, 3], [4, 5], [2, 3]])
-    assert routing.expert_slots(ids, layout, align=align).tolist() == want
+    local_ids = torch.tensor([[-2, 0], [1, 2], [-1, 0]])
+    assert routing.expert_slots(local_ids, 3, align=align).tolist() == want
 
 
 def _counts(vectors: list[torch.Tensor], layout: Layout) -> Counts:
