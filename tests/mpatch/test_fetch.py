@@ -171,3 +171,24 @@ def test_no_index_host_is_named_in_the_code():
     named = [path for folder in folders for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".pyc"
              and word.encode() in path.read_bytes()]  # fmt: skip
     assert named == []
+
+
+def test_record_pins_a_release_of_the_index_a_file_and_a_clone(three, tmp_path, monkeypatch):
+    from lab import plain_git, tree_of, write_files
+
+    files = release("moved")
+    with serving({"fake-2.0.tar.gz": sdist(files, "2.0")}, "json", monkeypatch):
+        said = three.good("fetch", "--record", "next", "fake==2.0", "--json")
+    assert said.data["tree"] == tree_of(files)
+    (tmp_path / "fake-3.0.tar.gz").write_bytes(sdist(release("clean"), "3.0"))
+    three.good("fetch", "--record", "later", str(tmp_path / "fake-3.0.tar.gz"))
+    write_files(tmp_path / "clone", files)
+    plain_git(tmp_path / "clone", "init", "-q")
+    plain_git(tmp_path / "clone", "add", "-A")
+    plain_git(tmp_path / "clone", "commit", "-qm", "x")
+    assert three.good("fetch", "--record", "full", f"{tmp_path}/clone@HEAD", "--json").data["tree"] == tree_of(files)
+    three.good("rebase", "--onto", "next")
+    assert three.good("verify").code == 0
+    three.good("drift", "later", "full", "--json")
+    assert three.run("fetch", "--record", "next", "fake==2.0").code == 64
+    assert three.run("fetch", "--record", "other", "nothing").code == 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, sources, upstream
+from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, record, sources, upstream
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -49,6 +49,16 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _fetch_options(parser: argparse.ArgumentParser) -> None:
+    _source_options(parser)
+    parser.add_argument(
+        "--record",
+        nargs=2,
+        metavar=("NAME", "SOURCE"),
+        help="pin a new base: PACKAGE==VERSION on the index, FILE.tar.gz, or CLONE[@REVISION]",
+    )
+
+
 def _apply_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the tree's foreign edits there, then go on")
@@ -56,6 +66,8 @@ def _apply_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _fetch(checkout: Checkout, options: Options) -> Answer:
+    if options.record:
+        return record.record(checkout, *options.record)
     base = checkout.pins().base(options.base)
     with apply.working(checkout, "fetch"):
         got = sources.fetch(checkout, base, offline=options.offline, origin=options.origin, progress=_progress())
@@ -187,7 +199,7 @@ def _none(parser: argparse.ArgumentParser) -> None:
 
 
 VERBS: dict[str, Verb] = {
-    "fetch": Verb("bring a base here and verify it", _source_options, _fetch),
+    "fetch": Verb("bring a base here and verify it", _fetch_options, _fetch),
     "apply": Verb("make build/megatron: the base with the whole series", _apply_options, _apply),
     "status": Verb("what is pinned, what is in the tree", _none, lambda c, o: apply.status(c)),
     "verify": Verb("prove every file before and after each patch", _none, lambda c, o: apply.verify(c)),

@@ -35,6 +35,7 @@ INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 ASK_PIP_CONFIG = ("-m", "pip", "config", "--disable-pip-version-check", "list")
 ASK_PIP_DEFAULT = ("-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)")
 CHUNK_BYTES = 1 << 18
+MOST_BYTES = 1 << 30  # of a release whose size nobody has pinned yet
 
 Progress = Callable[[int, int], None]
 
@@ -102,23 +103,36 @@ def download(base: SdistBase, target: Path, progress: Progress | None = None) ->
         DownloadMismatch: the file came and is another one; it is kept beside the target as `.rejected`.
     """
     source = configured_index()
-    page = urllib.parse.urljoin(source.url.rstrip("/") + "/", canonicalize_name(base.package) + "/")
-    with _open(page, ACCEPT, source) as answer:
-        content_type = answer.headers.get_content_type()
-        names = dict(links(answer.read(), content_type, answer.geturl()))
-    link = names.get(base.filename)
-    if link is None:
-        raise FileNotOnIndex(
-            f"the index has no {base.filename}",
-            where=page,
-            why=f"{len(names)} files are listed there; index from {source.reason}",
-            remedy="check the pin in upstream.toml, or: mpatch fetch --offline DIR",
-        )
+    link = _link(source, base.package, base.filename)
     with temporary(target) as partial:
         with _open(link, "*/*", source) as answer, partial.open("wb") as out:
             _copy(answer, out, base.size_bytes, progress)
         check(base, partial, link, keep_as=target.with_name(target.name + ".rejected"))
     return source
+
+
+def download_release(package: str, version: str, folder: Path) -> Path:
+    """Bring the sdist of a release that is not pinned yet; return its file. The caller records what came."""
+    source = configured_index()
+    filename = f"{canonicalize_name(package).replace('-', '_')}-{version}.tar.gz"
+    link = _link(source, package, filename)
+    with temporary(folder / filename) as partial, _open(link, "*/*", source) as answer, partial.open("wb") as out:
+        _copy(answer, out, MOST_BYTES, None)
+    return folder / filename
+
+
+def _link(source: IndexSource, package: str, filename: str) -> str:
+    page = urllib.parse.urljoin(source.url.rstrip("/") + "/", canonicalize_name(package) + "/")
+    with _open(page, ACCEPT, source) as answer:
+        names = dict(links(answer.read(), answer.headers.get_content_type(), answer.geturl()))
+    if filename not in names:
+        raise FileNotOnIndex(
+            f"the index has no {filename}",
+            where=page,
+            why=f"{len(names)} files are listed there; index from {source.reason}",
+            remedy="check the pin in upstream.toml, or: mpatch fetch --offline DIR",
+        )
+    return names[filename]
 
 
 def check(base: SdistBase, path: Path, source: str, keep_as: Path | None = None) -> None:
