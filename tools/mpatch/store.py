@@ -39,6 +39,7 @@ class Store:
 
     repo: Repo
     cache: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    commits: dict[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: Path, alternates: tuple[Path, ...] = ()) -> Store:
@@ -177,9 +178,12 @@ class Store:
         self, tree: str, text: str, parent: str | None, *, author: str = "", email: str = "", date: str = ""
     ) -> str:
         """Store a commit and return its id; the same input gives the same id."""
-        env = {"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": email, "GIT_AUTHOR_DATE": date} if author else {}
-        parents = ["-p", parent] if parent else []
-        return self.repo.run("commit-tree", *parents, tree, stdin=text.encode(), env=env).text()
+        key = (tree, text, parent or "", author, email, date)
+        if key not in self.commits:
+            env = {"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": email, "GIT_AUTHOR_DATE": date} if author else {}
+            parents = ["-p", parent] if parent else []
+            self.commits[key] = self.repo.run("commit-tree", *parents, tree, stdin=text.encode(), env=env).text()
+        return self.commits[key]
 
     def merge(self, base: str, ours: str, theirs: str) -> Merge:
         """Merge three trees: what changed from base to theirs, put onto ours; renames are followed."""
