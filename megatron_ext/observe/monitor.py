@@ -28,6 +28,7 @@ from megatron_ext.observe.probes.weights import router_is_graphed
 from megatron_ext.observe.publish import Publisher
 from megatron_ext.observe.sample import Facts
 from megatron_ext.observe.sink import Sink
+from megatron_ext.observe.sources import labels_of_run
 from megatron_ext.observe.store import Shape, Store
 from megatron_ext.observe.topology import Topology
 
@@ -62,7 +63,7 @@ class Monitor:
         self._alarms = alarms
         self._sink = sink
         self._args = args
-        self._sources = tuple(word.strip() for word in options.sources.split(",") if word.strip())
+        self._sources: tuple[str, ...] = ()
         self._layers: tuple[MoELayerRef, ...] = ()
         self._probes: tuple[Probe, ...] = ()
         self._run: Run | None = None
@@ -80,17 +81,6 @@ class Monitor:
         options, alarms = options_from(args)
         return cls(options, alarms, sink, args) if options.interval else None
 
-    def set_sources(self, labels: Sequence[str]) -> None:
-        """Name the data label of each data set of the blend, in the blend's order; the same on all ranks.
-
-        Call it before the first training step. Labels may repeat: shards of one source. The flag
-        `--moe-ext-observe-sources` wins over it.
-        """
-        if not self._sources:
-            self._sources = tuple(labels)
-        if self._run is not None and self._layers_anywhere:
-            self._begin(self._run.place)
-
     def attach(self, model_chunks: Sequence[nn.Module]) -> None:
         """Hook the model chunks of this rank (one, or one a virtual stage). Collective: all ranks call it.
 
@@ -102,6 +92,7 @@ class Monitor:
         place = Topology.from_megatron(_device_of(model_chunks))
         self._config = _config_of(model_chunks)
         self._layers_anywhere = self._agree_on_layers(place)
+        self._sources = labels_of_run(self._args, self._options.sources) if self._layers_anywhere else ()
         self._begin(place)
         assert self._run is not None
         for probe in self._probes:
@@ -113,6 +104,7 @@ class Monitor:
     def note_batch(self, dataset_ids: Tensor) -> None:
         """Say from which data set of the blend each sample of the coming micro-batch is: int [micro-batch size]."""
         run = self._run
+        # Middle pipeline stages read no batch, and stages work on several micro-batches at a time.
         if run is None or not self._label_of or not run.sampling or run.place.pp_size > 1:
             return
         table = torch.tensor(self._label_of, device=dataset_ids.device)
@@ -164,7 +156,7 @@ class Monitor:
         return rows
 
     def _begin(self, place: Topology) -> None:
-        """Make the store and all that depends on the run's sizes; keep the probes' hooks where they exist."""
+        """Make the store, the probes and all that depends on the run's sizes."""
         labels = tuple(dict.fromkeys(self._sources))
         self._label_of = [labels.index(label) for label in self._sources]
         shape = Shape(
@@ -175,12 +167,10 @@ class Monitor:
             probes=len(PROBES),
         )
         store = Store(shape, place)
-        if self._run is None:
-            self._run = Run(place, store)
-            self._run.graphed = bool(router_is_graphed(self._config))
-            self._run.sampling = True
-            self._probes = tuple(kind(self._run) for kind in PROBES if not kind.refusal(self._config, place))
-        self._run.store = store
+        self._run = Run(place, store)
+        self._run.graphed = bool(router_is_graphed(self._config))
+        self._run.sampling = True
+        self._probes = tuple(kind(self._run) for kind in PROBES if not kind.refusal(self._config, place))
         self._clock = StepClock(world=place.world)
         if self._sink is not None:
             self._publisher = Publisher(

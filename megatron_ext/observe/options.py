@@ -35,7 +35,7 @@ class ObserveOptions:
         32 * 2**20, "Bytes that routing.jsonl may grow to, about; frames get rarer as the run gets longer."
     )
     sources: str = _option(
-        "", "Labels of the data sets of the blend, in order, with commas: prose,code. Empty: from the manifest."
+        "", "Labels of the blend's data sets, in order, with commas: prose,code. Empty: those of --moe-ext-manifest."
     )
 
 

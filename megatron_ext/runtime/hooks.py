@@ -85,7 +85,9 @@ def step_end(iteration: int) -> None:
 
 
 def close() -> None:
-    """Flush and close the run's writer; safe to call twice."""
+    """Deliver what is on its way, flush and close the run's writer; safe to call twice."""
+    if _session.monitor is not None:
+        _guarded("close", _session.monitor.close)
     if _session.writer is not None:
         _session.writer.close()
         _session.writer = None

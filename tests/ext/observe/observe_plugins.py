@@ -81,6 +81,24 @@ def router_bias(router: Any) -> torch.Tensor:
     return router.bias.data
 
 
+class Sources(Dump):
+    """Saves the data set of each sample too, as the data loader gave it."""
+
+    def setup(self) -> None:
+        super().setup()
+        from megatron_ext.runtime import hooks
+
+        stock = hooks.batch_read
+
+        def read(sample):
+            self.calls += 1
+            name = f"batch-{torch.distributed.get_rank()}-{self.iteration + 1:04d}-{self.calls:06d}.npz"
+            np.savez(self.folder / name, step=self.iteration + 1, ids=sample["dataset_id"].numpy())
+            stock(sample)
+
+        hooks.batch_read = read
+
+
 class Broken(Plugin):
     """From step 10 on, one failure a layer: collapse, dead expert, rogue expert, flat gate; layer 4 stays well."""
 
@@ -91,27 +109,24 @@ class Broken(Plugin):
         if iteration < self.START:
             return
         if iteration == self.START:
-            router_bias(self.layers[0].router)[3] = 20.0
+            router_bias(self.layers[0].router)[[3, 5]] = torch.tensor([0.9, 0.8])
         self.layers[1].experts.local_experts[5].linear_fc2.weight.data.zero_()
         self.layers[2].experts.local_experts[2].linear_fc2.weight.data.mul_(1.25)
         self.layers[3].router.weight.data.mul_(0.5)
 
 
 class Skewed(Plugin):
-    """Two ranks, bf16: layer 0's logits grow by 5 % a step from step 10, layer 1's rank 1 gets most tokens."""
+    """Two ranks, bf16: layer 0's logits grow by 15 % a step from step 10, layer 1's rank 1 gets most tokens."""
 
     START = 10
-
-    def setup(self) -> None:
-        torch.manual_seed(0)
 
     def step_end(self, iteration: int) -> None:
         super().step_end(iteration)
         if iteration < self.START:
             return
         if iteration == self.START:
-            router_bias(self.layers[1].router)[4:] = 1.0
-        # bf16 can't hold 5 % steps of the model copy for long: set it from a copy of our own.
+            router_bias(self.layers[1].router)[4:] = 0.3
+        # The optimizer writes the model's copy anew each step: set it from a copy of our own.
         weight = self.layers[0].router.weight
         if iteration == self.START:
             self.first = weight.data.float().clone()
