@@ -83,10 +83,7 @@ def _check_upcycling_folders(args: Namespace) -> None:
             remedy="give the folder that the dense run saved to (its --save)",
         )
     if (Path(args.save) / TRACKER).is_file():
-        raise UserError(
-            "the folder for the upcycled checkpoint already holds a checkpoint",
-            where=f"--save {args.save}",
-            why="upcycling is the first step of a new run; going on would mix two runs",
-            remedy="to continue that run drop --moe-use-upcycling and pass --load with the same folder; to upcycle "
-            "again give another --save",
-        )
+        # A requeued job starts with the same flags; the patched Megatron goes on from --save then.
+        from megatron_ext.upcycle import in_training
+
+        in_training.check_same_run(args)

@@ -43,9 +43,9 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    from megatron_ext import data, dispatch, observe, tracking
+    from megatron_ext import data, dispatch, observe, tracking, upcycle
 
-    for room in (tracking, observe, data, dispatch):
+    for room in (tracking, observe, data, dispatch, upcycle):
         room.add_arguments(parser)
     return parser
 

@@ -38,6 +38,7 @@ _METADATA_NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("builtins", "set"),
+        ("pathlib", "PosixPath"),
         ("builtins", "frozenset"),
         ("collections", "OrderedDict"),
     }

@@ -123,7 +123,7 @@ def write_checkpoint(root: Path, folder: str, tracker: str, content: Content,
     with _partial_folder(root) as partial:
         save(
             {},
-            storage_writer=FileSystemWriter(partial, sync_files=True),
+            storage_writer=FileSystemWriter(str(partial), sync_files=True),
             planner=_LazyPlanner(content, progress),
             no_dist=True,
         )

@@ -59,6 +59,8 @@ def test_dense_twin_has_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise _ReachedTheLoader
 
+    # Its own proof is test_upcycle_guards.py.
+    monkeypatch.setattr("megatron_ext.upcycle.in_training.begin", lambda args: {})
     _Config.built = []
     monkeypatch.setattr(training, "get_args", lambda: args)
     monkeypatch.setattr(training, "get_timers", lambda: None)

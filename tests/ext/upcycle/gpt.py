@@ -68,6 +68,7 @@ def use_groups(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
+    # A layout of fewer ranks runs as data-parallel copies.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -217,8 +218,9 @@ def loss(chunks: list[Any], shape: Shape) -> float | None:
     """Return the mean next-token loss on a fixed batch, on the last pipeline stage (None elsewhere)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    # Evaluation mode: Megatron trains an MoE under TP only with sequence parallelism, which the CPU lacks.
     for chunk in chunks:
-        chunk.train()
+        chunk.eval()
     total: list[torch.Tensor] = []
 
     def step(iterator: Any, model: Any) -> Any:
