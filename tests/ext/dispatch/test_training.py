@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -66,7 +67,19 @@ def test_fifty_steps_give_the_same_losses(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(580)
-def test_twohop_trains_and_says_what_it_uses(root: Path) -> None:
-    trained = train(root, f"{FLEX} twohop --moe-ext-dispatch-ranks-per-node 2", 3)
+def test_twohop_trains_says_what_it_uses_and_counts_its_rows(root: Path, tmp_path: Path) -> None:
+    flags = f"{FLEX} twohop --moe-ext-dispatch-ranks-per-node 2 --moe-ext-run-dir {tmp_path / 'run'}"
+    trained = train(root, flags, 3)
     assert "asked for twohop, using twohop over gloo (rail hop: all-to-all-v); 4 ranks on 2 node(s) of 2" in trained.log
     assert "nodes of 2 ranks are emulated on 1 host(s)" in trained.log
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics: dict[str, float] = {}
+    for line in lines:
+        if line["step"] == 3:
+            metrics |= line["metrics"]
+    # Top-3 of 8 over two nodes: 1.5 choices a token leave the node, in about 0.93 rows.
+    for layer in range(2):
+        assert 0 < metrics[f"moe/rows_off_node/layer_{layer}"] <= 1
+        assert metrics[f"moe/rows_off_node/layer_{layer}"] <= metrics[f"moe/choices_off_node/layer_{layer}"]
+        assert metrics[f"moe/choices_off_node/layer_{layer}"] == pytest.approx(1.5, abs=0.5)
+    assert metrics["step/dispatch_gib_off_node"] > 0
