@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
     choice = _choose(asked_device)
     if choice.device == "cpu":
         cpu.install()
+        # A dozen lines at each start about kernels that a CPU has no use for.
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)")
     added = device.flags_for(choice.device, flags)
     sys.argv = ["megatron-moe train", *flags, *(word for flag in added for word in flag.words)]
     args = _parse(choice.device)

@@ -1,0 +1,97 @@
+"""Real Megatron on two ranks: dense, resumed after SIGKILL, upcycled, expert parallel."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron_run import MOCK, MODEL, MOE, TRAIN, consumed, losses, train, train_and_kill
+
+from megatron_ext.tracking import rundir
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The uninterrupted dense run: where it saved, what it printed."""
+
+    checkpoints: Path
+    run_dir: Path
+    text: str
+
+
+def _flags(folder: Path, *, last: int) -> list[str]:
+    return [
+        *MODEL,
+        *TRAIN,
+        *MOCK,
+        *("--train-iters", str(last), "--save-interval", "4"),
+        *("--save", str(folder / "checkpoints"), "--moe-ext-run-dir", str(folder)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    folder = tmp_path_factory.mktemp("dense")
+    done = train(_flags(folder, last=10))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return Dense(folder / "checkpoints", folder, done.stdout)
+
+
+def test_scalars_reach_the_run_directory_at_their_step(dense: Dense) -> None:
+    printed = {step: float(loss) for step, loss in losses(dense.text).items()}
+    assert sorted(printed) == list(range(1, 11))
+    written = {row.step: row.metrics for row in rundir.read_run(dense.run_dir).rows if "lm loss" in row.metrics}
+    assert sorted(written) == sorted(printed)
+    # A start's second line prints the mean of its first two steps, so step 2 is not comparable.
+    for step in (1, *range(3, 11)):
+        assert written[step]["lm loss"] == pytest.approx(printed[step], abs=2e-6)
+    assert all("learning-rate" in values and "grad-norm" in values for values in written.values())
+
+
+def test_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(dense: Dense, tmp_path: Path) -> None:
+    flags = [*_flags(tmp_path, last=10), "--load", str(tmp_path / "checkpoints")]
+    train_and_kill(flags, after_step=6, log=tmp_path / "first.log")
+    assert (tmp_path / "checkpoints" / TRACKER).read_text() == "4"
+    again = train(flags)
+    assert again.returncode == 0, again.stdout[-3000:]
+    # Same losses on the same samples from step 5 on: none skipped, none seen twice, optimizer state and all. (Megatron
+    # prints the mean of a start's first two steps at its second, so step 6 is read from the run directory.)
+    resumed, whole = losses(again.stdout), losses(dense.text)
+    assert sorted(resumed) == [5, 6, 7, 8, 9, 10]
+    assert {s: resumed[s] for s in (5, 7, 8, 9, 10)} == {s: whole[s] for s in (5, 7, 8, 9, 10)}
+    assert consumed(again.stdout)[5] == consumed(dense.text)[5] == 40
+    run, reference = rundir.read_run(tmp_path), rundir.read_run(dense.run_dir)
+    history = [(row.step, row.metrics["lm loss"]) for row in run.rows if "lm loss" in row.metrics]
+    assert history == [(row.step, row.metrics["lm loss"]) for row in reference.rows if "lm loss" in row.metrics]
+    assert len(run.info.starts) == 2
+
+
+def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_path: Path) -> None:
+    source = tmp_path / "dense"
+    shutil.copytree(dense.checkpoints, source)
+    (source / TRACKER).write_text("8")
+    flags = [
+        *MODEL,
+        *MOE,
+        *TRAIN,
+        *MOCK,
+        *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--train-iters", "2"),
+        *("--load", str(source), "--save", str(tmp_path / "moe"), "--moe-use-upcycling"),
+        *("--moe-ext-run-dir", str(tmp_path / "run")),
+    ]
+    done = train(flags)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert float(losses(done.stdout)[1]) == pytest.approx(float(losses(dense.text)[9]), abs=1e-4)
+    # The batch is the one that the dense run saw next.
+    assert consumed(done.stdout)[1] == consumed(dense.text)[9]
+    first = next(row for row in rundir.read_run(tmp_path / "run").rows if row.step == 1)
+    assert any(name.startswith("moe/max_vio") for name in first.metrics), sorted(first.metrics)
+
+    again = train(flags)
+    assert again.returncode != 0
+    assert "already holds a checkpoint" in again.stdout
+    assert "Traceback" not in again.stdout.split("error:")[0]
