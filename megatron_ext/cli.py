@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from dataclasses import dataclass
 
 from megatron_ext.errors import UserError
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if verb is None:
         print(f"error: no verb {name!r}\n\n{_help()}", file=sys.stderr)
         return 64
+    # A dozen lines of upstream's at each import about optional kernels; `megatron-moe doctor` says it once, with remedies.
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     parser = argparse.ArgumentParser(prog=f"megatron-moe {name}", description=verb.summary)
     try:
         room = importlib.import_module(verb.module)

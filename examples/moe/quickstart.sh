@@ -85,20 +85,20 @@ say "1 of 5: text to tokens"
 megatron-moe tokenize --builtin-corpus "$OUT/corpus" --train-tokenizer --vocab-size 2048 --output "$OUT/data"
 
 say "2 of 5: dense run, $DENSE_STEPS steps"
-resume=(); [ -d "$OUT/dense/checkpoints" ] && resume=(--load "$OUT/dense/checkpoints")
+resume=(); [ -f "$OUT/dense/checkpoints/latest_checkpointed_iteration.txt" ] && resume=(--load "$OUT/dense/checkpoints")
 train dense "$DENSE_STEPS" --lr-warmup-iters 10 --moe-ext-group dense "${resume[@]}"
 
 say "3 of 5: upcycle to 8 experts, top-2, and train $MOE_STEPS steps, expert parallel $RANKS"
-if [ -f "$OUT/moe/checkpoints/latest_checkpointed_iteration.txt" ]; then
-  start=(--load "$OUT/moe/checkpoints")
-else
-  start=(--load "$OUT/dense/checkpoints" --moe-use-upcycling)
+if [ ! -d "$OUT/upcycled" ]; then
+  megatron-moe upcycle "$OUT/dense/checkpoints" "$OUT/upcycled" --num-experts 8 --router-topk 2
 fi
+start=(--load "$OUT/upcycled")
+[ -f "$OUT/moe/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/moe/checkpoints")
 train moe "$MOE_STEPS" "${MOE_ARGS[@]}" --expert-model-parallel-size "$RANKS" --moe-ext-group moe "${start[@]}"
 
 say "4 of 5: the dense run continued for the same tokens"
 start=(--load "$OUT/dense/checkpoints")
-[ -d "$OUT/dense-continued/checkpoints" ] && start=(--load "$OUT/dense-continued/checkpoints")
+[ -f "$OUT/dense-continued/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/dense-continued/checkpoints")
 train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --lr-warmup-iters 10 --moe-ext-group dense "${start[@]}"
 
 say "5 of 5: what happened"

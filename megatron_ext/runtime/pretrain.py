@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
@@ -34,8 +34,6 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
     choice = _choose(asked_device)
     if choice.device == "cpu":
         cpu.install()
-        # A dozen lines at each start about kernels that a CPU has no use for.
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)")
     added = device.flags_for(choice.device, flags)
     sys.argv = ["megatron-moe train", *flags, *(word for flag in added for word in flag.words)]
     args = _parse(choice.device)
@@ -88,19 +86,13 @@ def _parse(chosen: device.Device) -> Namespace:
     except (AssertionError, ValueError) as error:
         if isinstance(error, UserError):
             raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             "Megatron refuses this combination of flags",
-            where=_place(error),
-            why=str(error) or "an assertion without a message",
-            remedy="change the flag that the message names; `megatron-moe train -- --help` lists all",
+            where=f"{place.filename}:{place.lineno}",
+            why=str(error) or f"it does not hold that: {place.line}",
+            remedy="change the flag that this names; `megatron-moe train -- --help` lists all",
         ) from error
-
-
-def _place(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
 
 
 def _announce(choice: device.DeviceChoice, added: Sequence[device.AddedFlag]) -> None:
