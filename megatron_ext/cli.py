@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb is None:
         print(f"error: no verb {name!r}\n\n{_help()}", file=sys.stderr)
         return 64
-    # A dozen lines of upstream's at each import about optional kernels; `megatron-moe doctor` says it once, with remedies.
+    # Upstream says at each import, in a dozen lines, which optional kernels are absent.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     parser = argparse.ArgumentParser(prog=f"megatron-moe {name}", description=verb.summary)

@@ -40,7 +40,8 @@ DATA_ARGS=(
 )
 TRAIN_ARGS=(
   --micro-batch-size 4 --global-batch-size 16 --use-distributed-optimizer
-  --lr 3e-3 --lr-decay-style constant --adam-beta2 0.98 --weight-decay 0.1 --clip-grad 1.0
+  --lr 3e-3 --lr-decay-style constant --lr-warmup-iters 10 --lr-decay-iters "$((DENSE_STEPS + MOE_STEPS))"
+  --adam-beta2 0.98 --weight-decay 0.1 --clip-grad 1.0
   --save-interval 20 --log-interval 1 --eval-interval 20 --eval-iters 4
 )
 
@@ -86,7 +87,7 @@ megatron-moe tokenize --builtin-corpus "$OUT/corpus" --train-tokenizer --vocab-s
 
 say "2 of 5: dense run, $DENSE_STEPS steps"
 resume=(); [ -f "$OUT/dense/checkpoints/latest_checkpointed_iteration.txt" ] && resume=(--load "$OUT/dense/checkpoints")
-train dense "$DENSE_STEPS" --lr-warmup-iters 10 --moe-ext-group dense "${resume[@]}"
+train dense "$DENSE_STEPS" --moe-ext-group dense "${resume[@]}"
 
 say "3 of 5: upcycle to 8 experts, top-2, and train $MOE_STEPS steps, expert parallel $RANKS"
 if [ ! -d "$OUT/upcycled" ]; then
@@ -99,7 +100,7 @@ train moe "$MOE_STEPS" "${MOE_ARGS[@]}" --expert-model-parallel-size "$RANKS" --
 say "4 of 5: the dense run continued for the same tokens"
 start=(--load "$OUT/dense/checkpoints")
 [ -f "$OUT/dense-continued/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/dense-continued/checkpoints")
-train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --lr-warmup-iters 10 --moe-ext-group dense "${start[@]}"
+train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --moe-ext-group dense "${start[@]}"
 
 say "5 of 5: what happened"
 megatron-moe report "$OUT/dense" "$OUT/moe" "$OUT/dense-continued" -o "$OUT/report.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,17 +15,60 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Small enough that start-up is most of the time; two layers, since one hides every mistake about layers.
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 32 "
-    "--max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
-).split()
-MOE = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
-TRAIN = (
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --use-distributed-optimizer "
-    "--log-interval 1 --eval-interval 100 --eval-iters 1 --num-workers 0"
-).split()
-MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--ffn-hidden-size",
+    "64",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+]
+MOE = [
+    "--num-experts",
+    "8",
+    "--moe-router-topk",
+    "2",
+    "--expert-model-parallel-size",
+    "2",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+]
+TRAIN = [
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-2",
+    "--lr-decay-style",
+    "constant",
+    "--use-distributed-optimizer",
+    "--log-interval",
+    "1",
+    "--eval-interval",
+    "100",
+    "--eval-iters",
+    "1",
+    "--num-workers",
+    "0",
+]
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
 
 
 def command(flags: Sequence[str], *, ranks: int, device: str = "cpu") -> list[str]:
@@ -84,10 +128,8 @@ def _words(process: object) -> list[str]:
 def _signal(process: object) -> None:
     import psutil
 
-    try:
+    with contextlib.suppress(psutil.Error):
         process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
-    except psutil.Error:
-        pass
 
 
 def environment() -> dict[str, str]:

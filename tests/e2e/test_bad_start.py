@@ -38,9 +38,7 @@ def test_gpu_asked_for_without_one() -> None:
 )
 def test_refused_before_anything_is_written(flags: list[str], what: str, tmp_path: Path) -> None:
     flags = [str(tmp_path / "save") if word == "SAVE" else word for word in flags]
-    done = _start(
-        [*MODEL, *TRAIN, *MOCK, "--train-iters", "2", "--moe-ext-run-dir", str(tmp_path / "run"), *flags]
-    )
+    done = _start([*MODEL, *TRAIN, *MOCK, "--train-iters", "2", "--moe-ext-run-dir", str(tmp_path / "run"), *flags])
     assert done.returncode == 1, done.stderr[-2000:]
     assert "error: " in done.stderr
     assert what in done.stderr

@@ -79,7 +79,16 @@ def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_pa
         *MOE,
         *TRAIN,
         *MOCK,
-        *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--train-iters", "2", "--save-interval", "4"),
+        *(
+            "--moe-router-load-balancing-type",
+            "aux_loss",
+            "--moe-aux-loss-coeff",
+            "1e-2",
+            "--train-iters",
+            "2",
+            "--save-interval",
+            "4",
+        ),
         *("--load", str(source), "--save", str(tmp_path / "moe"), "--moe-use-upcycling"),
         *("--moe-ext-run-dir", str(tmp_path / "run")),
     ]
