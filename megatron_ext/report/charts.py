@@ -47,7 +47,7 @@ def new_figure(axis: str | None, y_title: str, *, height: int = 280, log: bool =
         sizing_mode="stretch_width",
         toolbar_location=None,
         tools="",
-        y_axis_type="log" if log else "linear",
+        y_axis_type="log" if log else "auto",
         y_axis_label=y_title,
         output_backend="canvas",
         x_axis_label=AXIS_TITLES.get(axis or ""),

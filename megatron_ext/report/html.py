@@ -13,13 +13,22 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from megatron_ext.errors import UserError
+from megatron_ext.observe.names import SYMPTOMS_PAGE
 from megatron_ext.report import sections
 from megatron_ext.report.summary import summary_rows
 from megatron_ext.report.view import View, common_axis
 
+SYMPTOMS = Path(__file__).resolve().parents[2] / SYMPTOMS_PAGE
 
-def render(views: Sequence[View]) -> str:
-    """Return the page's text for the given runs."""
+
+def render(views: Sequence[View], folder: Path | None = None) -> str:
+    """Return the page's text for the given runs.
+
+    Args:
+        views: The runs.
+        folder: Where the page will lie, for its links into the docs of a checkout; None: no links.
+    """
+    symptoms = os.path.relpath(SYMPTOMS, folder.resolve()) if folder is not None and SYMPTOMS.exists() else ""
     environment = Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -29,6 +38,7 @@ def render(views: Sequence[View]) -> str:
         style=_asset("report.css"),
         script=_asset("report.js"),
         views=views,
+        symptoms=symptoms,
         axis=common_axis(views),
         both_axes=all(view.has_tokens for view in views),
         rows=summary_rows(views),
@@ -42,7 +52,7 @@ def write(views: Sequence[View], target: Path) -> int:
     Raises:
         UserError: The file cannot be written; an old one is untouched.
     """
-    text = render(views).encode()
+    text = render(views, target.parent).encode()
     try:
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(descriptor, "wb") as stream:

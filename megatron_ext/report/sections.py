@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_ext.report import facts
+from megatron_ext.report import extras, facts, norms
 from megatron_ext.report.charts import Chart, Curve, lines
+from megatron_ext.report.first_look import findings, where
 from megatron_ext.report.heat import Scale, Slider, expert_map, scale, time_map
 from megatron_ext.report.view import View, common_axis
 
 # What the page may spend on the sliders' frames, over all runs, before base64.
 HEAT_BYTES = 400_000
+# Layers with a norm fan of their own, a run.
+FANS = 3
 
 
 @dataclass
@@ -21,6 +25,22 @@ class Figure:
     chart: Chart
     title: str = ""
     slider: Slider | None = None
+
+
+@dataclass(frozen=True)
+class AlarmRow:
+    """An alarm in the page's table, in words."""
+
+    run: str
+    colour: str
+    name: str
+    where: str
+    since: str
+    value: str
+    state: str
+    why: str
+    remedy: str
+    link: str
 
 
 @dataclass
@@ -34,12 +54,28 @@ class Section:
     help: str = ""
     """How to read the chart, for someone who sees it for the first time."""
     scale: Scale | None = None
+    alarms: list[AlarmRow] = field(default_factory=list)
 
 
 def build(views: Sequence[View]) -> list[Section]:
     """Return the sections for which there is data."""
-    made = [loss(views), balance(views), heat(views)]
+    made = [
+        first(views),
+        loss(views),
+        alarms(views),
+        balance(views),
+        heat(views),
+        norm_fans(views),
+        sources(views),
+        split(views),
+        memory(views),
+    ]
     return [section for section in made if section is not None]
+
+
+def first(views: Sequence[View]) -> Section:
+    """What to look at first."""
+    return Section("first", "What to look at first", findings(views))
 
 
 def loss(views: Sequence[View]) -> Section:
@@ -85,3 +121,85 @@ def heat(views: Sequence[View]) -> Section | None:
         "Move the slider through time."
     )
     return Section("experts", "Tokens per expert", sentences, figures, reading, scale())
+
+
+def alarms(views: Sequence[View]) -> Section | None:
+    """When alarms were raised and cleared, and what to do."""
+    chart = extras.alarm_chart(views, common_axis(views))
+    if chart is None:
+        return None
+    rows = [_alarm_row(view, span) for view in views for span in extras.alarm_spans(view)]
+    standing = sum(row.state == "stands" for row in rows)
+    said = [f"{len(rows)} alarms were raised, {standing} of them stand at the end of their run."]
+    reading = (
+        "A bar runs from the step at which an alarm was raised to the one at which it cleared, or to the run's end."
+    )
+    return Section("alarms", "Alarms", said, [Figure(chart)], reading, alarms=rows)
+
+
+def _alarm_row(view: View, span: dict[str, Any]) -> AlarmRow:
+    value, limit = span.get("value"), span.get("limit")
+    shown = "" if value is None else f"{span.get('metric', '')} {float(value):.4g}"
+    return AlarmRow(
+        view.label,
+        view.colour,
+        str(span.get("name", "alarm")).replace("_", " "),
+        where(span) or "whole step",
+        f"step {span.get('since_step', '?')}",
+        shown + (f" (limit {float(limit):.4g})" if shown and limit is not None else ""),
+        "stands" if span["end"] is None else f"cleared at step {span['end']}",
+        str(span.get("why", "")),
+        str(span.get("remedy", "")),
+        str(span.get("link", "")),
+    )
+
+
+def norm_fans(views: Sequence[View]) -> Section | None:
+    """How far the experts' outputs spread."""
+    figures, sentences = [], []
+    for view in views:
+        fans = norms.spread(view)
+        if not fans:
+            continue
+        ordered = sorted(fans, key=lambda layer: -fans[layer][1][-1, -1])[:FANS]
+        figures += [
+            Figure(norms.fan(view, fans, layer, common_axis(views)), f"{view.label}: layer {layer}")
+            for layer in ordered
+        ]
+        sentences.append(norms.sentence(view, fans))
+        if len(fans) > FANS:
+            sentences.append(f"{view.label}: the {FANS} widest of {len(fans)} layers are drawn.")
+    if not figures:
+        return None
+    reading = (
+        "RMS of each expert's output over the layer's median, logarithmic. Line: the median and the largest. "
+        "Bands: the middle half, 5 to 95 %, and all experts."
+    )
+    return Section("norms", "Expert norms", sentences, figures, reading)
+
+
+def sources(views: Sequence[View]) -> Section | None:
+    """Which experts specialize on which source of the data."""
+    made = [(view, found) for view in views if (found := extras.source_chart(view))]
+    figures = [Figure(chart, view.label if len(made) > 1 else "") for view, (chart, _) in made]
+    reading = "Each bar is an expert of the layer that separates the sources most, cut by the source of its tokens."
+    return Section("sources", "Experts by source", [text for _, (_, text) in made], figures, reading) if made else None
+
+
+def split(views: Sequence[View]) -> Section | None:
+    """Where the step goes."""
+    found = extras.split_chart(views)
+    if found is None:
+        return None
+    reading = "Megatron's timers, the slowest rank's, median over the run. Parts from left to right as named below."
+    return Section("time", "Where a step goes", found[1], [Figure(found[0])], reading)
+
+
+def memory(views: Sequence[View]) -> Section | None:
+    """Peak memory of every rank."""
+    found = extras.memory_chart(views)
+    return (
+        Section("memory", "Memory", found[1], [Figure(found[0])], "The highest allocation of each rank.")
+        if found
+        else None
+    )

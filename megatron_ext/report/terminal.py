@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.report import facts
+from megatron_ext.report.first_look import findings
 from megatron_ext.report.summary import summary_rows
 from megatron_ext.report.view import View
 
@@ -40,5 +41,5 @@ def show(views: Sequence[View], console: Console) -> None:
     for row in rows:
         table.add_row(*[str(getattr(row, name)) for _, name in columns])
     console.print(table)
-    for sentence in [*facts.loss_sentences(views), *facts.max_vio_sentences(views)]:
+    for sentence in [*findings(views), *facts.loss_sentences(views), *facts.max_vio_sentences(views)]:
         console.print(f"- {sentence}", highlight=False, markup=False)

@@ -86,7 +86,7 @@ class RunWriter:
         return cls(options, start.open_start(options, args, pins))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add scalars to the row of `step`. The rows of the last few steps are open: the monitor's numbers come late."""
+        """Add scalars to the row of `step`; the rows of the last few steps are open, as the monitor is late."""
         with self._lock:
             row = self._rows.get(step)
             if row is None:

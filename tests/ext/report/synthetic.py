@@ -96,7 +96,7 @@ def _metrics(
         if index % max(steps // 10, 1) == 0 or index == steps - 1:
             values["lm loss validation"] = loss + 0.05
         for rank in range(ranks):
-            values[step_key("peak_memory", f"rank_{rank}")] = 2e9 * (1 + 0.2 * rank) + 1e7 * rng.random()
+            values[step_key("peak_memory", f"rank_{rank}")] = 2e9 * (1 + 0.3 * rank) + 1e7 * rng.random()
         if layers:
             vio = 0.4 + 0.6 * np.exp(-4.0 * index / steps) + 0.02 * rng.random(layers)
             values |= {

@@ -1,0 +1,119 @@
+"""What to look at first: the few findings that a person should act on, each with its reason, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_ext.observe.names import METRICS, aggregate_key
+from megatron_ext.report.summary import standing_alarms
+from megatron_ext.report.view import View, ending
+
+# The busiest GPU sets the step: at 0.3 the others wait about a quarter of the expert time.
+RANK_VIO_HIGH = 0.3
+MEMORY_SPREAD_HIGH = 0.2
+GIB = float(1 << 30)
+
+
+def findings(views: Sequence[View]) -> list[str]:
+    """Return sentences, worst first; one that says what was checked where nothing stands out."""
+    found = [
+        text
+        for check in (_alarms, _not_finite, _held_out, _idle, _ranks, _memory)
+        for view in views
+        for text in check(view)
+    ]
+    return found or ["Nothing stands out: " + _checked(views)]
+
+
+def where(record: dict[str, object]) -> str:
+    """Return an alarm's place in words, empty for an alarm of the whole step."""
+    named = (("layer", "layer"), ("expert", "expert"), ("EP rank", "rank"))
+    return ", ".join(f"{word} {record[name]}" for word, name in named if record.get(name) is not None)
+
+
+def _alarms(view: View) -> list[str]:
+    sentences = []
+    for record in standing_alarms(view):
+        place = f" at {where(record)}" if where(record) else ""
+        metric = METRICS[str(record["metric"])].title if record.get("metric") in METRICS else record.get("metric", "")
+        value = f" ({metric} {float(str(record['value'])):.4g})" if record.get("value") is not None else ""
+        name = str(record.get("name")).replace("_", " ")
+        sentences.append(
+            f"{view.label}: {name}{place} since step {record.get('since_step')}{value}. "
+            f"{record.get('why', '')} Try: {record.get('remedy', '')}."
+        )
+    return sentences
+
+
+def _not_finite(view: View) -> list[str]:
+    steps, values = view.run.series(METRICS["lm_loss"].megatron_tag)
+    bad = steps[~np.isfinite(values)]
+    return (
+        [
+            f"{view.label}: the loss is not finite at {len(bad)} steps, first at step {bad[0]}. What follows it was "
+            "trained on broken numbers."
+        ]
+        if len(bad)
+        else []
+    )
+
+
+def _held_out(view: View) -> list[str]:
+    held = view.held_out().values
+    if len(held) < 2 or held[-1] < held[0]:
+        return []
+    return [
+        f"{view.label}: the held-out loss ends at {held[-1]:.3f}, not below its start of {held[0]:.3f}. The run has "
+        "learned nothing that holds for new text."
+    ]
+
+
+def _idle(view: View) -> list[str]:
+    if not view.run.routing or any(record.get("name") == "dead_expert" for record in standing_alarms(view)):
+        return []
+    frame = view.run.routing[-1]
+    idle = int((frame.counts == 0).sum())
+    if not idle:
+        return []
+    count = f"{idle} of {frame.counts.size} experts got no token at step {frame.step}"
+    return [f"{view.label}: {count}. If that lasts, their parameters learn nothing."]
+
+
+def _ranks(view: View) -> list[str]:
+    vio = view.series(aggregate_key("rank_max_vio", "max")).values
+    if not len(vio) or ending(vio) < RANK_VIO_HIGH:
+        return []
+    return [
+        f"{view.label}: the busiest GPU of the worst layer gets {1 + ending(vio):.2f} times the mean of its group's "
+        "tokens. The others wait for it."
+    ]
+
+
+def _memory(view: View) -> list[str]:
+    peaks = peak_memory(view)
+    if len(peaks) < 2:
+        return []
+    most, least = max(peaks, key=lambda rank: peaks[rank]), min(peaks, key=lambda rank: peaks[rank])
+    if peaks[most] < (1 + MEMORY_SPREAD_HIGH) * peaks[least]:
+        return []
+    return [
+        f"{view.label}: rank {most} peaked at {peaks[most] / GIB:.2f} GiB, rank {least} at "
+        f"{peaks[least] / GIB:.2f} GiB. The largest rank runs out of memory first."
+    ]
+
+
+def peak_memory(view: View) -> dict[int, float]:
+    """Return every rank's peak over the run, in bytes; empty where it was not recorded for each rank."""
+    prefix = "step/peak_memory/rank_"
+    keys = {key: key.removeprefix(prefix) for key in view.run.keys if key.startswith(prefix)}
+    peaks = {int(rank): view.series(key).values for key, rank in keys.items() if rank.isdigit()}
+    return {rank: float(values.max()) for rank, values in sorted(peaks.items()) if len(values)}
+
+
+def _checked(views: Sequence[View]) -> str:
+    checks = ["no alarm stands", "every loss is finite", "no held-out loss ended above its start"]
+    if any(view.run.routing for view in views):
+        checks.append("every expert got tokens in the last sampled step")
+    return ", ".join(checks) + "."
