@@ -3,11 +3,12 @@ SHELL := bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
 
-.PHONY: help setup venv demo test lint lock clean
+.PHONY: help setup venv demo test test-ranks lint lock clean
 
 help:
 	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
 	@echo "make test    set everything up, then run the tests"
+	@echo "make test-ranks  the tests on eight processes over gloo"
 	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
 	@echo "make lint    ruff, mypy, shellcheck"
 	@echo "make lock    rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
@@ -24,6 +25,9 @@ demo: setup
 test: setup lint
 	@bash tools/setup/system.sh
 	@$(PY) -m pytest tests -m "not gpu and not nightly and not ranks"
+
+test-ranks: setup
+	@$(PY) -m pytest tests/ranks -m ranks --durations=5
 
 lint: venv
 	@.venv/bin/ruff check .
