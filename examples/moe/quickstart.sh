@@ -56,6 +56,7 @@ train() {  # NAME LAST-STEP FLAGS...
   local name=$1 steps=$2; shift 2
   if finished "$name" "$steps"; then echo "  $name: done before, step $steps"; return; fi
   local log=$OUT/logs/$name.log
+  : > "$log"
   torchrun --standalone --nproc-per-node "$RANKS" --no-python megatron-moe train --device "$DEVICE" -- \
     "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" --train-iters "$steps" \
     --moe-ext-run-dir "$OUT/$name" --moe-ext-project quickstart --moe-ext-run-name "$name" \
@@ -100,7 +101,8 @@ train moe "$MOE_STEPS" "${MOE_ARGS[@]}" --expert-model-parallel-size "$RANKS" --
 say "4 of 5: the dense run continued for the same tokens"
 start=(--load "$OUT/dense/checkpoints")
 [ -f "$OUT/dense-continued/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/dense-continued/checkpoints")
-train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --moe-ext-group dense "${start[@]}"
+# Longer than its first start said, so the schedule comes from the flags, not from the checkpoint.
+train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --override-opt_param-scheduler --moe-ext-group dense "${start[@]}"
 
 say "5 of 5: what happened"
 megatron-moe report "$OUT/dense" "$OUT/moe" "$OUT/dense-continued" -o "$OUT/report.html"
