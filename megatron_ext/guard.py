@@ -85,7 +85,8 @@ def _check_one(name: str, file: Path, record: Record) -> None:
             f"{name} was changed after it was patched",
             where=f"{file} (recorded in {record.root}: {wanted or 'no such file'})",
             why="its content is not the one that `mpatch apply` recorded",
-            remedy="mpatch status lists the edits; mpatch refresh SLUG keeps them, mpatch apply --discard drops them",
+            remedy="mpatch status lists the edits; mpatch refresh SLUG keeps them, mpatch apply --discard drops them; "
+            f"to try them as they are: {TREE_VARIABLE}={record.root}",
         )
 
 

@@ -106,9 +106,10 @@ def _pretrain(args: Namespace) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron_ext import dispatch
+    from megatron_ext import dispatch, guard
     from megatron_ext.runtime import batch
 
+    guard.check_imported()
     dispatch.configure(args)
     try:
         pretrain(

@@ -18,8 +18,8 @@ from tools.mpatch.errors import (
     VerifyFailed,
 )
 from tools.mpatch.files import finish_swap, locked, recover, write_bytes
-from tools.mpatch.index import Progress
 from tools.mpatch.output import Answer
+from tools.mpatch.pinned import Progress
 from tools.mpatch.pins import Base, Pins
 from tools.mpatch.records import write_records
 from tools.mpatch.series import Series, load_series

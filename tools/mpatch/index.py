@@ -6,7 +6,6 @@ PEP 691 (JSON) where the index offers it, else PEP 503 (HTML).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,8 +23,9 @@ from typing import IO, Any
 
 from packaging.utils import canonicalize_name
 
-from tools.mpatch.errors import DownloadMismatch, FileNotOnIndex, IndexUnreachable
+from tools.mpatch.errors import FileNotOnIndex, IndexUnreachable
 from tools.mpatch.files import temporary
+from tools.mpatch.pinned import Progress, check
 from tools.mpatch.pins import SdistBase
 
 ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
@@ -36,8 +36,6 @@ ASK_PIP_CONFIG = ("-m", "pip", "config", "--disable-pip-version-check", "list")
 ASK_PIP_DEFAULT = ("-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)")
 CHUNK_BYTES = 1 << 18
 MOST_BYTES = 1 << 30  # of a release whose size nobody has pinned yet
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -133,29 +131,6 @@ def _link(source: IndexSource, package: str, filename: str) -> str:
             remedy="check the pin in upstream.toml, or: mpatch fetch --offline DIR",
         )
     return names[filename]
-
-
-def check(base: SdistBase, path: Path, source: str, keep_as: Path | None = None) -> None:
-    """Compare size and sha256 of a file with the pin.
-
-    Raises:
-        DownloadMismatch: they differ. With `keep_as` the bad file is moved there.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if (size, digest) == (base.size_bytes, base.sha256):
-        return
-    kept = ""
-    if keep_as is not None:
-        os.replace(path, keep_as)
-        kept = f"\nkept as  {keep_as}"
-    raise DownloadMismatch(
-        f"{base.filename} is not the pinned file",
-        where=source,
-        why=f"expected {base.size_bytes} bytes, sha256 {base.sha256}\nactual   {size} bytes, sha256 {digest}{kept}",
-        remedy="nothing was unpacked. If the pin is right, another index or: mpatch fetch --offline DIR",
-    )
 
 
 def links(page: bytes, content_type: str, url: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +222,8 @@ def read_report(xml: str) -> dict[str, Outcome]:
     ...             '</testsuite></testsuites>')
     {'tests/t.py::test_a': Outcome(state='passed', text='')}
     """
+    import xml.etree.ElementTree as ElementTree
+
     found = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
         file, module = case.get("file", ""), case.get("classname", "")

@@ -7,9 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from packaging.utils import InvalidSdistFilename, parse_sdist_filename
-
-from tools.mpatch import index, sources
+from tools.mpatch import sources
 from tools.mpatch.apply import working
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import BaseMissing, UsageError
@@ -62,6 +60,10 @@ def _of_clone(path: Path, revision: str) -> dict[str, str | int]:
 
 
 def _of_sdist(checkout: Checkout, source: str) -> dict[str, str | int]:
+    from packaging.utils import InvalidSdistFilename, parse_sdist_filename  # used here only, and slow to load
+
+    from tools.mpatch import index
+
     file = Path(source)
     if not file.is_file():
         package, _, version = source.partition("==")

@@ -8,12 +8,12 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.mpatch import index
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import ArchiveUnsafe, BaseMismatch, BaseMissing, DownloadMismatch, GitFailed
 from tools.mpatch.files import temporary
 from tools.mpatch.git import Repo
 from tools.mpatch.patchread import check_path
+from tools.mpatch.pinned import Progress, check
 from tools.mpatch.pins import Base, GitBase, SdistBase
 from tools.mpatch.store import Store
 
@@ -33,7 +33,7 @@ def fetch(
     *,
     offline: Path | None = None,
     origin: str = "",
-    progress: index.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Fetched:
     """Bring a base into the store, from there if it has it already.
 
@@ -66,7 +66,7 @@ def fetch(
 
 
 def sdist_file(
-    checkout: Checkout, base: SdistBase, offline: Path | None, progress: index.Progress | None
+    checkout: Checkout, base: SdistBase, offline: Path | None, progress: Progress | None
 ) -> tuple[Path, str]:
     """Return the verified sdist in the cache and where it came from."""
     target = checkout.cache / base.filename
@@ -78,17 +78,19 @@ def sdist_file(
                 where=str(offline),
                 remedy=f"put the file there (sha256 {base.sha256})",
             )
-        index.check(base, given, str(given))
+        check(base, given, str(given))
         with temporary(target) as partial:
             shutil.copyfile(given, partial)
-            index.check(base, partial, str(given))  # the copy is what counts: the folder may be on a network
+            check(base, partial, str(given))  # the copy is what counts: the folder may be on a network
         return target, str(given)
     if target.is_file():
         try:
-            index.check(base, target, str(target), keep_as=target.with_name(target.name + ".rejected"))
+            check(base, target, str(target), keep_as=target.with_name(target.name + ".rejected"))
             return target, f"cache {target}"
         except DownloadMismatch:
             pass  # kept aside; a damaged cache is no reason to fail while the index has the file
+    from tools.mpatch import index  # loads ssl and urllib, which only a download needs
+
     source = index.download(base, target, progress)
     return target, f"package index ({source.reason})"
 
