@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,21 +73,21 @@ def model_built(model: list[Any], args: Namespace) -> None:
 def batch_read(sample: Mapping[str, Any]) -> None:
     """Show the instruments a micro-batch as the data loader gave it (our own entry point calls this)."""
     if _session.monitor is not None and "dataset_id" in sample:
-        _guarded("batch_read", lambda: _session.monitor.note_batch(sample["dataset_id"]))
+        _guarded("monitor", "batch_read", lambda: _session.monitor.note_batch(sample["dataset_id"]))
 
 
 def step_end(iteration: int) -> None:
     """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
     if _session.monitor is not None:
-        _guarded("step_end", lambda: _session.monitor.step_end(iteration))
+        _guarded("monitor", "step_end", lambda: _session.monitor.step_end(iteration))
     if _session.dispatch is not None:
-        _session.dispatch.step_end(iteration)
+        _guarded("dispatch", "step_end", lambda: _session.dispatch.step_end(iteration))
 
 
 def close() -> None:
     """Deliver what is on its way, flush and close the run's writer; safe to call twice."""
     if _session.monitor is not None:
-        _guarded("close", _session.monitor.close)
+        _guarded("monitor", "close", _session.monitor.close)
     if _session.writer is not None:
         _session.writer.close()
         _session.writer = None
@@ -102,9 +102,9 @@ def require_model_built() -> None:
         )
 
 
-def _guarded(name: str, call: Any) -> None:
+def _guarded(room: str, call_name: str, call: Callable[[], object]) -> None:
     try:
         call()
     except Exception as error:
-        _session.monitor = None
-        warnings.warn(f"the monitor failed in {name} and is off for the rest of the run: {error!r}", stacklevel=2)
+        setattr(_session, room, None)
+        warnings.warn(f"the {room} failed in {call_name} and is off for the rest of the run: {error!r}", stacklevel=3)
