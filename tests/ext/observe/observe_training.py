@@ -101,7 +101,6 @@ def _start(spec: Path, rank: int, ranks: int, port: int, log: Path) -> subproces
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: os.nice(10),
         )
 
 
