@@ -109,8 +109,9 @@ class Source:
 
     def _blob(self, piece: Piece, stored: StoredTensor) -> Tensor:
         where = f"{stored.name} in {self.folder / piece.file}"
+        data = self._bytes(piece)
         try:
-            tensor = torch.load(io.BytesIO(self._bytes(piece)), map_location="cpu", weights_only=True)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, ValueError) as error:
             raise damaged(where, str(error).splitlines()[0]) from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != stored.dtype:
@@ -208,6 +209,9 @@ def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, 
         raise damaged(str(folder), f"its index points to {name!r}, which is not a file in it")
     if getattr(info, "transform_descriptors", None):
         raise damaged(str(folder / name), f"it is stored as {info.transform_descriptors}, which is not supported")
+    end, size = int(info.offset) + int(info.length), (folder / name).stat().st_size
+    if end > size:
+        raise damaged(str(folder / name), f"it ends at byte {size}; the index reaches to {end}")
     return Piece(offsets, sizes, name, int(info.offset), int(info.length))
 
 

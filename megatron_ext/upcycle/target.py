@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -121,12 +123,7 @@ def write_checkpoint(root: Path, folder: str, tracker: str, content: Content,
     """
     root.mkdir(parents=True, exist_ok=True)
     with _partial_folder(root) as partial:
-        save(
-            {},
-            storage_writer=FileSystemWriter(str(partial), sync_files=True),
-            planner=_LazyPlanner(content, progress),
-            no_dist=True,
-        )
+        _save(partial, _LazyPlanner(content, progress))
         _write_json(partial / "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         for name, note in content.notes.items():
             _write_json(partial / name, note)
@@ -138,6 +135,18 @@ def write_checkpoint(root: Path, folder: str, tracker: str, content: Content,
     os.replace(temporary, root / TRACKER)
     _sync(root)
     return root / folder
+
+
+def _save(folder: Path, planner: SavePlanner) -> None:
+    try:
+        with warnings.catch_warnings():
+            # torch says that one process saves; that is meant.
+            warnings.simplefilter("ignore", UserWarning)
+            save({}, storage_writer=FileSystemWriter(str(folder), sync_files=True), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        # torch wraps what happened while a block was made; the user's error is inside.
+        cause = next((one[0] for one in error.failures.values() if isinstance(one[0], UserError)), error)
+        raise cause from None
 
 
 @contextlib.contextmanager
