@@ -100,7 +100,13 @@ def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_pa
     first = next(row for row in rundir.read_run(tmp_path / "run").rows if row.step == 1)
     assert any(name.startswith("moe/max_vio") for name in first.metrics), sorted(first.metrics)
 
-    again = train(flags)
-    assert again.returncode != 0
-    assert "already holds a checkpoint" in again.stdout
-    assert "Traceback" not in again.stdout.split("error:")[0]
+    # A folder that holds another run's checkpoint is refused, untouched; a requeued job's own folder is not
+    # (tests/ext/patches/test_upcycle_requeue.py).
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    flags[flags.index("--save") + 1] = str(other)
+    refused = train(flags)
+    assert refused.returncode != 0
+    assert "error:" in refused.stdout
+    assert str(other) in refused.stdout
+    assert (other / TRACKER).read_text() == "8"

@@ -30,12 +30,22 @@ import pathlib, sysconfig
 site = pathlib.Path(sysconfig.get_path("purelib"))
 (site / "_megatron_patched.pth").write_text(f"{pathlib.Path.cwd() / 'build' / 'megatron'}\n")
 PY
+  compile_bytecode "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/{torch,numpy,sympy,mpmath,networkx,transformers/utils,jinja2,rich,bokeh,trackio,pydantic,tensorboard,psutil,yaml}
   echo "$want" > .venv/.locked
+}
+
+# uv installs no bytecode, and where PYTHONDONTWRITEBYTECODE is set every start would compile torch and Megatron again:
+# about 5 s of a rank's start. Packages that a lock no longer has are skipped.
+compile_bytecode() {
+  local folder folders=()
+  for folder in "$@"; do [ -d "$folder" ] && folders+=("$folder"); done
+  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -m compileall -q -j 0 "${folders[@]}" >/dev/null || true
 }
 
 make_tree() {
   .venv/bin/python -m tools.mpatch apply
   .venv/bin/python tools/setup/build_helpers.py
+  compile_bytecode build/megatron/megatron megatron_ext tools
 }
 
 case $what in
