@@ -196,7 +196,7 @@ class TestHooks:
         model = Model(bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True)
         model.bfloat16()
         monitor, sink = watch(model)
-        for number in range(8):
+        for number in range(64):
             model(hidden(number).bfloat16()).sum().backward()
         monitor.step_end(1)
         assert 0 < sink.values[1]["moe/flip_rate/max"] < 0.1
