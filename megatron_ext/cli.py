@@ -31,6 +31,7 @@ VERBS: dict[str, Verb] = {
     "plan": Verb("megatron_ext.plan.cli", "estimate before training: traffic and time of the dispatchers"),
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),
     "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
+    "doctor": Verb("megatron_ext.preflight.doctor", "say what is installed here and whether it fits together"),
     "upcycle": Verb("megatron_ext.upcycle.cli", "make an MoE checkpoint from a dense one, and check it"),
 }
 

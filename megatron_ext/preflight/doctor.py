@@ -1,0 +1,74 @@
+"""`megatron-moe doctor`: what is installed here and whether it fits together; one table, no training."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.pins import load_pins
+from megatron_ext.preflight.findings import EXIT_CODES, Finding, print_table, to_plain, verdict_of
+
+HERE = "this machine"
+# Optional on a CPU, needed for speed on a GPU.
+GPU_PACKAGES = {"transformer-engine": "transformer_engine", "nv-grouped-gemm": "grouped_gemm", "sgl-deep-ep": "deep_ep"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look and print; exit 0 good, 1 something is wrong."""
+    findings = [_python(), *_megatron(), _torch(), *map(_package, GPU_PACKAGES)]
+    verdict = verdict_of(findings)
+    if args.json:
+        print(json.dumps({"verdict": verdict, "findings": to_plain(findings)}, indent=2))
+    else:
+        print_table(findings)
+    return EXIT_CODES[verdict]
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 12)
+    return Finding("Python", HERE, "good" if good else "bad", sys.version.split()[0], "3.12 or newer",
+                   "" if good else "make setup finds or names one")  # fmt: skip
+
+
+def _megatron() -> list[Finding]:
+    remedy = "make setup"
+    try:
+        pins = load_pins()
+    except UserError as error:
+        return [Finding("patched Megatron", HERE, "bad", error.what, "", remedy)]
+    patches = f"{pins['base']}, {len(pins['patches'])} patches, series {str(pins['series_digest'])[:12]}"
+    findings = [Finding("patched Megatron", HERE, "good", patches)]
+    spec = importlib.util.find_spec("megatron")
+    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    core = next((place for place in places if (place / "core").is_dir()), None)
+    helper = core is not None and list((core / "core" / "datasets").glob("helpers_cpp*.so"))
+    value = str(core) if core else "not importable"
+    if not helper:
+        return [*findings, Finding("dataset helper", HERE, "bad", value, "helpers_cpp compiled", remedy)]
+    return [*findings, Finding("dataset helper", HERE, "good", value)]
+
+
+def _torch() -> Finding:
+    import torch
+
+    count = torch.cuda.device_count()
+    device = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU: the CPU runtime"
+    return Finding("torch", HERE, "good", f"{torch.__version__}, {device}")
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, HERE, "good", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        there = importlib.util.find_spec(GPU_PACKAGES[name]) is not None
+        return Finding(name, HERE, "good" if there else "skipped", "installed" if there else "not installed")
