@@ -95,11 +95,20 @@ def transport_watchdog(
     fabric = expected_fabric(asked, environ, _num_nodes(environ))
     if fabric == "off" or log is None:
         return []
+    _start_network()
     findings = judge_transport(_gathered(_read(log), environ), fabric)
     bad = [finding for finding in findings if finding.status == "bad"]
     if bad:
         raise _refusal(bad)
     return findings
+
+
+def _start_network() -> None:
+    # NCCL chooses when its first communicator is made, which is at the first collective at the latest.
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
 
 
 def _read(log: Path) -> Transport:

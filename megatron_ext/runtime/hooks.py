@@ -8,10 +8,12 @@ turned off with one warning: instruments never take a run down.
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 CALL_SITES = "patches/hooks/call-sites.patch"
@@ -25,6 +27,7 @@ class _Session:
     writer: Any = None
     monitor: Any = None
     dispatch: Any = None
+    transport_log: Path | None = None
     model_built: bool = False
 
 
@@ -49,13 +52,29 @@ def wrap_summary_writer(writer: Any, args: Namespace) -> Any:
     return writer if _session.writer is None else tracking.TeeSummaryWriter(_session.writer, writer)
 
 
+def watch_transport(args: Namespace) -> None:
+    """Have NCCL write down which network it chooses; `model_built` then reads it (call before Megatron starts NCCL).
+
+    Raises:
+        UserError: The environment would make NCCL choose another network than asked for.
+    """
+    from megatron_ext import preflight
+
+    folder = Path(getattr(args, "moe_ext_run_dir", None) or tempfile.gettempdir()) / "nccl"
+    _session.transport_log = preflight.prepare_transport_log(folder, asked=args.moe_ext_transport)
+
+
 def model_built(model: list[Any], args: Namespace) -> None:
     """Attach the instruments to the model chunks of this rank, before the optimizer is built.
 
     Raises:
-        UserError: An instrument that was asked for found nothing to attach to.
+        UserError: An instrument that was asked for found nothing to attach to, or a rank is on the wrong network.
     """
     _session.model_built = True
+    if _session.transport_log is not None:
+        from megatron_ext import preflight
+
+        preflight.transport_watchdog(_session.transport_log, asked=args.moe_ext_transport)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
         from megatron_ext import dispatch
 

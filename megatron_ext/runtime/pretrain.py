@@ -39,14 +39,16 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
     args = _parse(choice.device)
     if args.rank == 0:
         _announce(choice, added)
+    if choice.device == "cuda":
+        hooks.watch_transport(args)
     _pretrain(args)
 
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    from megatron_ext import data, dispatch, observe, tracking, upcycle
+    from megatron_ext import data, dispatch, observe, preflight, tracking, upcycle
 
-    for room in (tracking, observe, data, dispatch, upcycle):
+    for room in (tracking, observe, data, dispatch, upcycle, preflight):
         room.add_arguments(parser)
     return parser
 
