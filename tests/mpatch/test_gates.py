@@ -110,6 +110,7 @@ def test_vllm_ascend7823_verl6648_hooks_meet_a_function_with_that_signature():
         inspect.signature(target).bind(*call.args, **{word.arg: word.value for word in call.keywords})
 
 
+@pytest.mark.timeout(1800)
 def test_every_proof_is_red_without_its_patch_and_green_with_the_series(monkeypatch):
     lab = Lab(Path(REPOSITORY), Path(REPOSITORY))
     said = lab.run("prove", "--whole", "--json")
@@ -118,6 +119,7 @@ def test_every_proof_is_red_without_its_patch_and_green_with_the_series(monkeypa
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_every_proof_is_green_with_its_dependencies_alone():
     said = Lab(Path(REPOSITORY), Path(REPOSITORY)).run("prove", "--json")
     assert said.code == 0, said.err
