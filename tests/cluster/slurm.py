@@ -103,6 +103,8 @@ def cluster() -> Iterator[Slurm]:
         _until(lambda: _idle_nodes(environ) == 2, f"the nodes (logs in {root})")
         yield slurm
     finally:
+        if len(started) == 4:
+            _cancel_all(environ)
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)
         for process in started:
@@ -111,6 +113,13 @@ def cluster() -> Iterator[Slurm]:
             except subprocess.TimeoutExpired:
                 process.kill()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _cancel_all(environ: dict[str, str]) -> None:
+    # A job that a failed test leaves would outlive the daemons.
+    for words in (["scancel", "--signal=KILL", "--full", "--state=RUNNING"], ["scancel", "--user=root"]):
+        subprocess.run(words, env=environ, capture_output=True, check=False, timeout=60)
+    time.sleep(2)
 
 
 def _prepare(root: Path) -> dict[str, str]:
