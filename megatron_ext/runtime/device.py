@@ -166,5 +166,5 @@ def refuse_without_te(args: Namespace) -> None:
         raise UserError(
             "Transformer Engine was asked for and is not installed",
             where="--transformer-impl transformer_engine",
-            remedy="install transformer-engine (docs/gpu.md), or pass --transformer-impl local (slower)",
+            remedy="install transformer-engine, or pass --transformer-impl local (slower)",
         )
