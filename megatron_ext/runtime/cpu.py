@@ -23,11 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-# Dynamo is off: see `_without_compilation`. The variable also keeps child processes and torch's own uses quiet.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# With TP or CP above 1, Megatron insists on this for GPUs older than compute capability 10.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -47,6 +42,11 @@ def install() -> None:
         return
     if any(name.startswith(("megatron.core", "megatron.training")) for name in sys.modules):
         raise RuntimeError("the CPU runtime must be installed before megatron is imported")
+    # Here and not at import: a GPU start imports this module too, and needs its compiled helpers. Dynamo is off, see
+    # `_without_compilation`; the variable also keeps child processes and torch's own uses quiet.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # With TP or CP above 1, Megatron insists on this for GPUs older than compute capability 10.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _without_compilation()
     _answer_for_torch_cuda()
     _use_gloo()
