@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     flags = f"--data-path {data} --moe-ext-manifest {corpus} --train-iters 2 --tokenizer-type HuggingFaceTokenizer "
     flags += f"--tokenizer-model {corpus / 'tokenizer'} --data-cache-path {folder / 'cache'}"
     return train(
-        folder / "run", flags, without=("--mock-data", "--tokenizer-type", "NullTokenizer"), plugin="Sources"
+        folder / "run", flags, without=("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"), plugin="Sources"
     )
 
 
