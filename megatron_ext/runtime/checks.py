@@ -7,9 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-
-# Megatron's dist checkpoints record their newest iteration here.
-TRACKER = "latest_checkpointed_iteration.txt"
+from megatron_ext.upcycle.source import TRACKER
 
 
 def check_before_start(args: Namespace) -> None:
