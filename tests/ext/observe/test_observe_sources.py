@@ -34,9 +34,8 @@ def run(tmp_path_factory):
     assert [shard.label for shard in shards] == ["prose", "code"], blend
     flags = f"--data-path {data} --moe-ext-manifest {corpus} --train-iters 2 --tokenizer-type HuggingFaceTokenizer "
     flags += f"--tokenizer-model {corpus / 'tokenizer'} --data-cache-path {folder / 'cache'}"
-    return train(
-        folder / "run", flags, without=("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"), plugin="Sources"
-    )
+    ours = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127")
+    return train(folder / "run", flags, without=ours, plugin="Sources")
 
 
 def test_tokens_by_label_are_those_of_the_batches(run):
