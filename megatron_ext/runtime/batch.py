@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -109,18 +110,34 @@ def language_model_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> 
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.to(loss.dtype)))}
 
 
+# Losses of the micro-batches of this step that were not checked yet (--moe-ext-loss-check step).
+_unchecked: list[torch.Tensor] = []
+
+
 def _reject_unusable(loss: torch.Tensor) -> None:
     # Through the rerun machine, not an assert: it can run the step again and tell a broken GPU from a broken run.
-    if not get_args().check_for_nan_in_loss_and_grad:
+    args = get_args()
+    if not args.check_for_nan_in_loss_and_grad:
+        return
+    if args.moe_ext_loss_check == "step" and torch.is_grad_enabled():
+        # A check waits for the GPU to finish the forward pass; meanwhile it gets no new work. The sum over the step is
+        # as bad as its worst micro-batch (infinities of both signs give NaN), and the last one comes before the
+        # optimizer.
+        _unchecked.append(loss.detach())
+        if len(_unchecked) < get_num_microbatches():
+            return
+        total = torch.stack(_unchecked).sum()
+        _unchecked.clear()
+        _validate(total, lambda value: ~torch.isfinite(value), "the loss of this step is NaN or Inf")
         return
     for is_bad, kind in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=is_bad,
-            message=f"the loss of this micro-batch is {kind}",
-            tolerance=0.0,
-            fatal=True,
-        )
+        _validate(loss, is_bad, f"the loss of this micro-batch is {kind}")
+
+
+def _validate(result: torch.Tensor, is_bad: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    get_rerun_state_machine().validate_result(
+        result=result, rejection_func=is_bad, message=message, tolerance=0.0, fatal=True
+    )
 
 
 def forward_step(

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_ext.errors import UserError
-from megatron_ext.runtime import cpu, device, hooks
+from megatron_ext.runtime import cpu, device, hooks, preset
 
 # Subjects of upstream's pretrain_gpt.py that this entry point leaves to it.
 _NOT_HERE = {
@@ -34,11 +34,13 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
     choice = _choose(asked_device)
     if choice.device == "cpu":
         cpu.install()
-    added = device.flags_for(choice.device, flags)
+    name = preset.chosen(flags)
+    added = device.flags_for(choice.device, flags) + preset.flags_for(name, choice.device, flags)
+    variables = preset.set_environment(name, flags)
     sys.argv = ["megatron-moe train", *flags, *(word for flag in added for word in flag.words)]
     args = _parse(choice.device)
     if args.rank == 0:
-        _announce(choice, added)
+        _announce(choice, [*added, *variables])
     if choice.device == "cuda":
         hooks.watch_transport(args)
     _pretrain(args)
@@ -48,7 +50,7 @@ def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
     from megatron_ext import data, dispatch, observe, preflight, tracking, upcycle
 
-    for room in (tracking, observe, data, dispatch, upcycle, preflight):
+    for room in (tracking, observe, data, dispatch, upcycle, preflight, preset):
         room.add_arguments(parser)
     return parser
 
