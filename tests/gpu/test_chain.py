@@ -1,0 +1,91 @@
+"""The whole chain on one GPU through the plain entry point: dense, upcycled, trained, resumed, reported.
+
+Transformer Engine's layers, grouped GEMM, bf16, the hooks and metrics on, with the preset and without.
+"""
+
+# ruff: noqa: SIM905  (flags read better as a command line)
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--lr-decay-style constant --use-distributed-optimizer --log-interval 1 --eval-iters 1 --eval-interval 100 "
+    "--seed 7 --num-workers 1 --lr-decay-iters 100"
+).split()
+MOE = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-grouped-gemm --moe-token-dispatcher-type "
+    "alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 "
+    "--moe-per-layer-logging --moe-ext-observe-interval 2"
+).split()
+
+
+def _train(*flags: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += ["-m", "megatron_ext.cli", "train", "--device", "cuda", "--", *MODEL, *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def _losses(log: str) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", log)]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    run = ("--moe-ext-run-dir", str(folder / "run"), "--moe-ext-no-trackio")
+    log = _train("--train-iters", "6", "--save", str(folder / "checkpoints"), "--save-interval", "6", *run)
+    assert len(_losses(log)) == 6
+    return folder
+
+
+def test_dense_upcycle_train_resume_report(dense: Path, tmp_path: Path) -> None:
+    run, saved = tmp_path / "moe", tmp_path / "moe" / "checkpoints"
+    flags = (*MOE, "--moe-ext-preset", "hopper", "--moe-ext-run-dir", str(run), "--moe-ext-no-trackio")
+    saving = ("--save", str(saved), "--save-interval", "6")
+    first = _train(
+        *flags, *saving, "--train-iters", "6", "--load", str(dense / "checkpoints"), "--moe-use-upcycling"
+    )
+    assert "[moe] added --moe-permute-fusion" in first
+    second = _train(*flags, *saving, "--train-iters", "10", "--load", str(saved))
+    assert len(_losses(first)) == 6
+    assert len(_losses(second)) == 4
+    assert all(math.isfinite(loss) for loss in _losses(first + second))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seen = {key for row in rows for key in row["metrics"]}
+    assert {row["step"] for row in rows} >= set(range(1, 11))
+    assert any(key.startswith("moe/max_vio") for key in seen), sorted(seen)
+    assert any(key.startswith("moe/expert_norm") for key in seen), sorted(seen)
+    counts = [json.loads(line)["tokens_per_expert"] for line in (run / "routing.jsonl").read_text().splitlines()]
+    assert counts
+    # 8 sequences of 256 tokens, top-2, in each of 4 layers: every choice is counted once.
+    assert all(sum(layer) == 8 * 256 * 2 for frame in counts for layer in frame)
+    command = [sys.executable, "-m", "megatron_ext.cli", "report", str(dense / "run"), str(run)]
+    page = tmp_path / "report.html"
+    done = subprocess.run([*command, "-o", str(page)], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert page.stat().st_size > 10_000
+
+
+def test_preset_trains_as_plain_flags_do() -> None:
+    plain = _losses(_train(*MOE, "--train-iters", "8", "--no-gradient-accumulation-fusion"))
+    fast = _losses(_train(*MOE, "--train-iters", "8", "--moe-ext-preset", "hopper"))
+    assert len(plain) == len(fast) == 8
+    assert fast == pytest.approx(plain, rel=5e-3)
