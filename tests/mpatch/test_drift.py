@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 from lab import FILES, plain_git, release, write_files
 
@@ -81,3 +83,81 @@ def test_base_that_cannot_be_looked_at_is_2_and_the_others_are_shown(three, clon
     said = three.run("drift", f"{clone}@no-such", "nowhere", str(clone), "--json")
     assert said.code == 2
     assert [bool(base["error"]) for base in said.data["bases"]] == [True, True, False]
+
+
+def cloned(folder, **files):
+    write_files(
+        folder, {**release("clean"), **{f"fake/{name.replace('__', '/')}.py": text for name, text in files.items()}}
+    )
+    plain_git(folder, "init", "-q", "-b", "main")
+    plain_git(folder, "add", "-A")
+    plain_git(folder, "commit", "-qm", "later")
+    return str(folder)
+
+
+PROOFS = """
+from fake.core.loss import loss
+
+
+def test_empty_mean_is_no_crash():
+    assert loss([]) == 0
+"""
+NO_IMPORT = "from fake.core.gone import nothing\n\n\ndef test_nothing():\n    pass\n"
+
+
+def test_the_proof_finds_what_upstream_mended_in_its_own_words(three, tmp_path):
+    (three.root / "tests").mkdir()
+    (three.root / "tests/test_fake.py").write_text(PROOFS)
+    message = three.good("show", "guard", "--message").out
+    (three.root / "m.txt").write_text(
+        message.replace("tests/test_x.py::test_x", "tests/test_fake.py::test_empty_mean_is_no_crash").replace(
+            "Upstream-Status: Pending", "Upstream-Status: Backport [#12]"
+        )
+    )
+    three.good("refresh", "guard", "--message", str(three.root / "m.txt"))
+    mended = cloned(
+        tmp_path / "a", core__loss="def loss(values):\n    return sum(values) / len(values) if values else 0\n"
+    )
+    broken = cloned(tmp_path / "b", core__loss="def loss(values):\n    return sum(values) / n\n")
+
+    said = three.run("drift", mended, broken, "--json")
+    for base in said.data["bases"]:
+        (guard,) = [fate for fate in base["fates"] if fate["slug"] == "core/guard"]
+        assert guard["state"] == "conflict"
+        assert "Backport [#12]: upstream may have it, --prove asks" in guard["detail"]
+
+    said = three.run("drift", mended, broken, "--prove", "--python", sys.executable, "--json")
+    by_base = [next(fate for fate in base["fates"] if fate["slug"] == "core/guard") for base in said.data["bases"]]
+    assert by_base[0]["state"] == "absorbed"
+    assert by_base[1]["state"] == "conflict"
+    assert by_base[1]["detail"].endswith("its proof is red without it")
+
+
+def test_one_proof_that_cannot_be_imported_silences_no_other(three, tmp_path):
+    (three.root / "tests").mkdir()
+    for slug, text, proof in (
+        ("guard", PROOFS, "tests/test_fake.py::test_empty_mean_is_no_crash"),
+        ("top-k", NO_IMPORT, "tests/test_gone.py::test_nothing"),
+    ):
+        (three.root / proof.partition("::")[0]).write_text(text)
+        message = three.good("show", slug, "--message").out
+        (three.root / "m.txt").write_text(message.replace("tests/test_x.py::test_x", proof))
+        three.good("refresh", slug, "--message", str(three.root / "m.txt"))
+    later = cloned(
+        tmp_path / "later",
+        core__loss="def loss(values):\n    return sum(values) / len(values) if values else 0\n",
+        core__router="class Router:\n    pass\n",
+    )
+    said = three.run("drift", later, "--prove", "--python", sys.executable, "--json")
+    states = {fate["slug"]: fate for fate in said.data["bases"][0]["fates"]}
+    assert states["core/guard"]["state"] == "absorbed"
+    assert "no verdict" in states["core/top-k"]["detail"]
+
+
+def test_text_that_merges_but_does_not_compile_does_not_fit(three, tmp_path):
+    three.add_patch("core/total", "fake/train.py", "    return done\n", "    global total\n    return done\n")
+    later = cloned(tmp_path / "later", train=release("clean")["fake/train.py"].replace("(steps)", "(steps, total)"))
+    said = three.run("drift", later, "--json")
+    (fate,) = [fate for fate in said.data["bases"][0]["fates"] if fate["slug"] == "core/total"]
+    assert fate["state"] == "conflict"
+    assert fate["detail"].startswith("merges, but does not compile there: fake/train.py:")

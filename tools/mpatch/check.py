@@ -98,6 +98,22 @@ def _related(series: Series, slug: str) -> list[str]:
     return [one.slug for one in series.patches[:at] if paths & {change.path for change in one.changes}]
 
 
+def syntax_error(path: str, source: bytes) -> str:
+    """Return what keeps a Python file from compiling, with its place, or nothing.
+
+    >>> syntax_error("a.py", b"f(x=1, x=2)")
+    'a.py:1: keyword argument repeated: x'
+    >>> syntax_error("a.txt", b"f(x=1, x=2)")
+    ''
+    """
+    try:
+        if path.endswith(".py"):
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"{path}:{error.lineno}: {error.msg}"
+    return ""
+
+
 def gate_prefixes(subject: Subject) -> Gate:
     """Compile every Python file that a patch touches, as it is after that patch."""
     problems, checked = [], 0
@@ -106,10 +122,9 @@ def gate_prefixes(subject: Subject) -> Gate:
             if not change.path.endswith(".py") or not change.new_mode:
                 continue
             checked += 1
-            try:
-                compile(subject.store.blob(change.new_id), change.path, "exec", dont_inherit=True)
-            except SyntaxError as error:
-                problems.append(f"{patch.slug}: {change.path}:{error.lineno}: {error.msg}")
+            wrong = syntax_error(change.path, subject.store.blob(change.new_id))
+            if wrong:
+                problems.append(f"{patch.slug}: {wrong}")
     return Gate("prefixes", checked, tuple(problems))
 
 

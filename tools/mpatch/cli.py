@@ -174,6 +174,10 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
 def _drift_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bases", nargs="+", metavar="BASE", help="a base of upstream.toml, or a clone: PATH[@REVISION]")
     parser.add_argument("--offline", type=Path, metavar="DIR", help="take sdists from this folder, ask no index")
+    parser.add_argument(
+        "--prove", action="store_true", help="run the proofs of patches that don't fit: green is absorbed"
+    )
+    parser.add_argument("--python", default="", help="runs the proofs (default: .venv/bin/python)")
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +230,7 @@ VERBS: dict[str, Verb] = {
     "drift": Verb(
         "how each patch would fare on other bases",
         _drift_options,
-        lambda c, o: drift.drift(c, o.bases, offline=o.offline),
+        lambda c, o: drift.drift(c, o.bases, offline=o.offline, prove=o.prove, python=o.python),
     ),
     "doctor": Verb(
         "which file each megatron module comes from, and what is missing",

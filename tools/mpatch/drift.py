@@ -8,12 +8,14 @@ from pathlib import Path
 
 from tools.mpatch import sources
 from tools.mpatch.apply import working
+from tools.mpatch.check import syntax_error
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import MpatchError, NothingChecked
 from tools.mpatch.git import require_version
 from tools.mpatch.output import Answer
 from tools.mpatch.patchfile import FileChange, Patch, blob_id, split
 from tools.mpatch.plan import Item, items_of, places
+from tools.mpatch.prove import FAILED, PASSED, Outcome, last_line, run_tests
 from tools.mpatch.rebase import MERGE_TREE
 from tools.mpatch.series import load_series
 from tools.mpatch.stack import build
@@ -23,6 +25,7 @@ from tools.mpatch.textdiff import changes_between
 CLEAN, OFFSET, MERGED = "clean", "offset", "3way-clean"
 CONFLICT, ABSORBED, MOVED, GONE, ELSEWHERE = "conflict", "absorbed", "file-moved", "file-gone", "wrong-place"
 FITS = (CLEAN, OFFSET, MERGED)
+PROOF_S = 600
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,17 @@ class Report:
     error: str = ""
 
 
-def drift(checkout: Checkout, bases: Sequence[str], *, offline: Path | None = None) -> Answer:
+def drift(
+    checkout: Checkout, bases: Sequence[str], *, offline: Path | None = None, prove: bool = False, python: str = ""
+) -> Answer:
     """Look at other bases: names of upstream.toml, clones as PATH or PATH@REVISION.
 
     Exit status 1 when a patch does not fit somewhere, 2 when a base could not be looked at.
+
+    Args:
+        prove: Run the proof of each patch that does not fit on the base with all patches that do: green means that
+            upstream has mended the fault in its own words, which no comparison of text can see.
+        python: The interpreter for the proofs.
 
     Raises:
         NothingChecked: the series is empty.
@@ -60,20 +70,53 @@ def drift(checkout: Checkout, bases: Sequence[str], *, offline: Path | None = No
         home = sources.fetch(checkout, checkout.pins().base(), offline=offline)
         stack = build(checkout.store(), home.tree, series.patches)
         items = items_of(series, stack)
-        reports = [_report(checkout, spec, items, series.patches, offline) for spec in bases]
+        ask = Asker(checkout, python) if prove else None
+        reports = [_report(checkout, spec, items, series.patches, offline, ask) for spec in bases]
     lines = [line for report in reports for line in _lines(report)]
     bad = any(fate.state not in FITS for report in reports for fate in report.fates)
     unseen = any(report.error for report in reports)
     return Answer(lines, {"bases": [asdict(report) for report in reports]}, 2 if unseen else 1 if bad else 0)
 
 
-def _report(checkout: Checkout, spec: str, items: list[Item], patches: Sequence[Patch], offline: Path | None) -> Report:
+@dataclass(frozen=True)
+class Asker:
+    """Runs proofs on a tree that has not their patches."""
+
+    checkout: Checkout
+    python: str
+
+    def __call__(self, store: Store, tree: str, found: Sequence[Fate], patches: Sequence[Patch]) -> list[Fate]:
+        """Return the fates with what the proofs of the patches that do not fit say."""
+        proofs = {fate.slug: patch.message.trailer("Proof").strip() for fate, patch in zip(found, patches, strict=True)
+                  if fate.state not in (*FITS, ABSORBED)}  # fmt: skip
+        if not proofs:
+            return list(found)
+        said = run_tests(self.checkout, store, tree, list(proofs.values()), self.python, PROOF_S)
+        return [_told(fate, said[proofs[fate.slug]]) if fate.slug in proofs else fate for fate in found]
+
+
+def _told(fate: Fate, proof: Outcome) -> Fate:
+    if proof.state == PASSED:
+        return replace(fate, state=ABSORBED, detail="its proof is green without it")
+    said = "red" if proof.state == FAILED else f"no verdict ({proof.state}: {last_line(proof.text)})"
+    return replace(fate, detail=f"{fate.detail}; its proof is {said} without it")
+
+
+def _report(
+    checkout: Checkout,
+    spec: str,
+    items: list[Item],
+    patches: Sequence[Patch],
+    offline: Path | None,
+    ask: Asker | None,
+) -> Report:
     try:
         tree, alternates = _tree_of(checkout, spec, offline)
     except MpatchError as error:
         return Report(spec, "", (), error.text())
     store = checkout.store(alternates)
-    return Report(spec, tree, tuple(fates(store, tree, items, patches)))
+    found, after = fates(store, tree, items, patches)
+    return Report(spec, tree, tuple(ask(store, after, found, patches) if ask else found))
 
 
 def _tree_of(checkout: Checkout, spec: str, offline: Path | None) -> tuple[str, tuple[Path, ...]]:
@@ -85,8 +128,8 @@ def _tree_of(checkout: Checkout, spec: str, offline: Path | None) -> tuple[str, 
     return sources.fetch(checkout, pins.base(spec), offline=offline).tree, ()
 
 
-def fates(store: Store, tree: str, items: Sequence[Item], patches: Sequence[Patch]) -> list[Fate]:
-    """Put patch after patch on a tree, leaving out those that do not fit, and say how each fares."""
+def fates(store: Store, tree: str, items: Sequence[Item], patches: Sequence[Patch]) -> tuple[list[Fate], str]:
+    """Put patch after patch on a tree, leaving out those that do not fit; say how each fares and the tree after all."""
     found, running, failed = [], tree, set[str]()
     for item, patch in zip(items, patches, strict=True):
         fate, after = fate_of(store, running, item, patch)
@@ -97,8 +140,15 @@ def fates(store: Store, tree: str, items: Sequence[Item], patches: Sequence[Patc
                 fate = replace(fate, detail=f"{fate.detail}; needs {', '.join(needs)}, which does not fit".lstrip("; "))
         else:
             running = after
-        found.append(fate)
-    return found
+        found.append(_hinted(fate, patch))
+    return found, running
+
+
+def _hinted(fate: Fate, patch: Patch) -> Fate:
+    status = patch.message.trailer("Upstream-Status").strip()
+    if fate.state in (*FITS, ABSORBED) or not status.startswith("Backport"):
+        return fate
+    return replace(fate, detail=f"{fate.detail}; {status}: upstream may have it, --prove asks")
 
 
 def fate_of(store: Store, running: str, item: Item, patch: Patch) -> tuple[Fate, str]:
@@ -121,6 +171,12 @@ def fate_of(store: Store, running: str, item: Item, patch: Patch) -> tuple[Fate,
         return Fate(
             item.slug, ELSEWHERE, f"was {', '.join(places(patch.changes))}; now {', '.join(places(now))}"
         ), running
+    # Text that merges cleanly may still say a thing twice: upstream's mend and ours.
+    wrong = [
+        found for path, blob in ((c.path, c.new_id) for c in now) if (found := syntax_error(path, store.blob(blob)))
+    ]
+    if wrong:
+        return Fate(item.slug, CONFLICT, f"merges, but does not compile there: {', '.join(wrong)}"), running
     if _same_hunks(patch.changes, now):
         return Fate(item.slug, OFFSET, _offsets(patch.changes, now)), merge.tree
     return Fate(item.slug, MERGED), merge.tree

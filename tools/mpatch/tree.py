@@ -51,7 +51,9 @@ def write_tree(store: Store, folder: Path, commit: str, tree: str) -> None:
     # Relative, so that a checkout can be moved; both stay under build/.
     objects = os.path.relpath(store.repo.git_dir / "objects", git_dir / "objects")
     (git_dir / "objects" / "info").mkdir(exist_ok=True)
-    (git_dir / "objects" / "info" / "alternates").write_text(objects + "\n")
+    # A store may borrow from a clone that is only looked at (drift).
+    borrowed = [objects, *(str(path) for path in store.repo.alternates)]
+    (git_dir / "objects" / "info" / "alternates").write_text("\n".join(borrowed) + "\n")
     repo = Repo(git_dir, folder)
     repo.run("update-ref", "HEAD", commit)
     # The commit may stand for another tree (an open conflict): HEAD is what the changes are shown against.
