@@ -1,6 +1,6 @@
 """Claim: the dispatch's row kernels run at 70 % or more of this GPU's copy speed, and beat torch's own operations.
 
-    python benchmarks/dispatch_kernels.py [--out FILE] [--tune]
+    python benchmarks/dispatch_kernels.py [--out FILE] [--tune [BLOCK_BYTES ...]]
 
 Needs torch, triton and numpy only. Bytes are counted once a row read and once a row written, plus the slot table: what
 the operation must move, whatever a kernel does. The copy it is compared with moves as many bytes (half read, half
@@ -159,10 +159,10 @@ def routing_ms() -> dict[str, float]:
     }
 
 
-def tune() -> list[dict[str, object]]:
+def tune(blocks: list[int]) -> list[dict[str, object]]:
     """Try tile sizes; the best of each go to `kernels.SPREAD_TILE` and `SUM_TILE`."""
     found: list[dict[str, object]] = []
-    for block in (1024, 2048, 4096, 8192):
+    for block in blocks:
         for warps in (1, 2, 4, 8, 16):
             tile = kernels.Tile(block, warps)
             for case in cases(tile, tile):
@@ -177,11 +177,13 @@ def tune() -> list[dict[str, object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON here")
-    parser.add_argument("--tune", action="store_true", help="try tile sizes first")
+    parser.add_argument(
+        "--tune", type=int, nargs="*", metavar="BLOCK_BYTES", help="try tiles of these sizes first (1024 to 8192)"
+    )
     args = parser.parse_args()
     record: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if args.tune:
-        record["tune"] = tune()
+    if args.tune is not None:
+        record["tune"] = tune(args.tune or [1024, 2048, 4096, 8192])
     rows = [measure(case) for case in cases(kernels.SPREAD_TILE, kernels.SUM_TILE)]
     print(f"{'operation':<36}{'GB':>7}{'ms':>8}{'TB/s':>7}{'copy':>7}{'share':>7}{'torch ms':>10}")
     for row in rows:

@@ -3,7 +3,8 @@
     python benchmarks/gpu_step.py --data MANIFEST [--upstream TREE] [--plan NAME,NAME,...] [--steps 8] [--out FILE]
 
 Each name of the plan is one fresh process through the plain entry point (`megatron-moe train`), in the order given, so
-that baseline and preset alternate on one machine. The model is the 8-layer slice of the handbook's (hidden 2,048, 32
+that baseline and preset alternate on one machine. A process is started, up to its imports, while the one before it
+runs, and ended once it has printed its last step. The model is the 8-layer slice of the handbook's (hidden 2,048, 32
 heads, 4 KV groups; 64 experts of 1,024, top-8, or a dense FFN of 8,192), sequence 4,096, bf16, one GPU, real text. The
 vocabulary is padded to the handbook's 128,256 whatever the tokenizer's is. Figures
 are Megatron's own: TFLOP/s a GPU and ms a step, the median after the first three steps; peak allocated MiB.
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 SKIP = 3  # steps that load kernels
 MODEL_ARGS = (
     "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
@@ -95,50 +98,85 @@ class Result:
     step_ms_max: float
     peak_mib: float
     losses: list[float]
-    wall_s: float
+    wall_s: float  # from the gate to the last step: without the imports
 
 
 def command(args: argparse.Namespace, variant: Variant, folder: Path) -> list[str]:
-    """Return the torchrun command of a variant."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    start += [str(ROOT / "benchmarks" / "upstream_train.py")] if variant.upstream else ["-m", "megatron_ext.cli"]
+    """Return the command of a variant, which waits for the file `folder/go`."""
+    script = ROOT / "benchmarks" / "upstream_train.py" if variant.upstream else ROOT / "megatron_ext" / "cli.py"
     data = args.data.parent
     return [
-        *start, "train", "--device", "cuda", "--", *MODEL_ARGS, *TRAIN_ARGS,
+        sys.executable, str(ROOT / "benchmarks" / "gated_start.py"), str(folder / "go"), str(script),
+        "train", "--device", "cuda", "--", *MODEL_ARGS, *TRAIN_ARGS,
         "--micro-batch-size", str(args.micro_batch), "--global-batch-size", str(args.global_batch),
         "--train-iters", str(args.steps),
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer"),
-        "--per-split-data-args-path", str(data / "blend.json"), "--data-cache-path", str(folder / "cache"),
+        "--per-split-data-args-path", str(data / "blend.json"), "--data-cache-path", str(args.work / "cache"),
         *(flag.format(run=folder / "run") for flag in variant.flags),
     ]  # fmt: skip
 
 
 def environment(args: argparse.Namespace, variant: Variant) -> dict[str, str]:
-    """Return the environment: the right Megatron first, NVLink multicast off."""
+    """Return the environment: the right Megatron first, one rank, NVLink multicast off."""
+    from megatron_ext.runtime import preset
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     tree = args.upstream if variant.upstream else ROOT / "build" / "megatron"
     paths = [str(tree), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NCCL_NVLS_ENABLE": "0", **dict(variant.environment)}
+    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1"}
+    made |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
     if variant.upstream:
         made |= {"MPATCH_TREE": str(tree), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return made
+    elif "--moe-ext-preset" in variant.flags:
+        # The preset sets them too, but here the imports come first.
+        made |= {variable.name: variable.value for variable in preset.PRESETS["hopper"].variables}
+    return made | dict(variant.environment)
 
 
-def run(args: argparse.Namespace, name: str, number: int) -> Result | None:
-    """Run one variant in a fresh process; None where it failed (its log says why)."""
+@dataclass
+class Started:
+    """A process that waits at its gate, or runs."""
+
+    name: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        """What it has printed so far."""
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+
+def start(args: argparse.Namespace, name: str, number: int) -> Started:
+    """Start a variant up to its gate."""
     variant = _variants()[name]
     folder = args.work / f"{number:02d}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.txt"
-    begin = time.monotonic()
-    with log.open("w") as out:
-        done = subprocess.run(
+    with (folder / "log.txt").open("wb") as out:
+        process = subprocess.Popen(
             command(args, variant, folder), env=environment(args, variant), stdout=out, stderr=subprocess.STDOUT
         )
-    text = log.read_text()
-    if done.returncode:
-        print(f"{name}: failed with {done.returncode}\n{text[-3000:]}", flush=True)
+    return Started(name, folder, process)
+
+
+def finish(args: argparse.Namespace, run: Started) -> Result | None:
+    """Open the gate and wait for the last step; None where the run failed or took too long (its log says why)."""
+    begin = time.monotonic()
+    (run.folder / "go").touch()
+    last = re.compile(rf"iteration +{args.steps}/ +{args.steps} \|.*\n")
+    complete = False
+    while not complete and run.process.poll() is None and time.monotonic() - begin < args.limit:
+        time.sleep(0.1)
+        complete = bool(last.search(run.log))
+    run.process.kill()
+    run.process.wait()
+    if not last.search(run.log):
+        print(f"{run.name}: failed after {time.monotonic() - begin:.0f} s\n{run.log[-3000:]}", flush=True)
         return None
-    return parse(name, text, time.monotonic() - begin)
+    return parse(run.name, run.log, time.monotonic() - begin)
 
 
 def parse(name: str, text: str, wall_s: float) -> Result:
@@ -183,6 +221,14 @@ def machine() -> dict[str, str]:
     }
 
 
+def write(args: argparse.Namespace, results: list[Result]) -> None:
+    """Write what was measured so far."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {**machine(), "steps": args.steps, "micro_batch": args.micro_batch}
+    record |= {"global_batch": args.global_batch, "ratios": summary(results)}
+    args.out.write_text(json.dumps({**record, "runs": [asdict(r) for r in results]}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of `megatron-moe tokenize`")
@@ -194,29 +240,40 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_step"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--until", type=float, default=1e9, help="start no further run after this many seconds")
+    parser.add_argument("--wait-for", type=Path, help="load the first run's imports, then wait until this file exists")
+    parser.add_argument("--limit", type=float, default=300, help="give a run up after this many seconds")
     args = parser.parse_args()
     args.work = args.work.resolve()
+    plan = args.plan.split(",")
     results: list[Result] = []
-    begin = time.monotonic()
-    for number, name in enumerate(args.plan.split(",")):
-        if time.monotonic() - begin > args.until:
-            print(f"{name}: not run, out of time", flush=True)
-            break
-        result = run(args, name, number)
-        if result is None:
-            break
-        results.append(result)
-        print(f"{name:<26}{result.tflops:>8.1f} TFLOP/s{result.step_ms:>9.1f} ms ({result.step_ms_min:.0f} to "
-              f"{result.step_ms_max:.0f}){result.peak_mib:>10.0f} MiB  loss {result.losses[-1]:.4f}"
-              f"  {result.wall_s:.0f} s", flush=True)  # fmt: skip
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            record = {**machine(), "steps": args.steps, "micro_batch": args.micro_batch}
-            record |= {"global_batch": args.global_batch, "ratios": summary(results)}
-            args.out.write_text(json.dumps({**record, "runs": [asdict(r) for r in results]}, indent=1) + "\n")
+    waiting = [start(args, plan[0], 0)]
+    try:
+        while args.wait_for and not args.wait_for.exists():
+            time.sleep(0.1)
+        begin = time.monotonic()
+        for number, name in enumerate(plan):
+            if time.monotonic() - begin > args.until:
+                print(f"{name}: not run, out of time", flush=True)
+                break
+            current = waiting.pop()
+            if number + 1 < len(plan):
+                waiting.append(start(args, plan[number + 1], number + 1))
+            result = finish(args, current)
+            if result is None:
+                continue
+            results.append(result)
+            print(f"{name:<26}{result.tflops:>8.1f} TFLOP/s{result.step_ms:>9.1f} ms ({result.step_ms_min:.0f} to "
+                  f"{result.step_ms_max:.0f}){result.peak_mib:>10.0f} MiB  loss {result.losses[-1]:.4f}"
+                  f"  {result.wall_s:.0f} s", flush=True)  # fmt: skip
+            if args.out:
+                write(args, results)
+    finally:
+        for left in waiting:
+            left.process.kill()
+            left.process.wait()
     for pair, ratio in summary(results).items():
         print(f"{pair:<34}{ratio:.3f}")
-    return 0 if len(results) == len(args.plan.split(",")) else 1
+    return 0 if len(results) == len(plan) else 1
 
 
 if __name__ == "__main__":
