@@ -31,11 +31,20 @@ class LossSpike(Rule):
             return []
         values = np.array([loss for _, loss in losses])
         noise = float(np.quantile(np.abs(np.diff(values)), _QUARTILE)) / _QUARTILE_SPREADS
-        lowest = lows[-1][1]
-        limit = lowest + max(self.options.loss_margin, _NOISES * noise)
-        new = [pair for pair in losses if pair[0] > history.previous]
-        step, loss = max(new or losses[-1:], key=lambda pair: pair[1])
-        if loss <= limit:
+        margin = max(self.options.loss_margin, _NOISES * noise)
+        # Against the lowest before it, not after it: a loss that falls fast is lower a few steps later.
+        new = [pair for pair in losses if pair[0] > history.previous] or losses[-1:]
+        judged = [(loss - low, step, loss, low) for step, loss in new if (low := _lowest_before(step, lows)) is not None]
+        if not judged:
+            return []
+        above, step, loss, low = max(judged)
+        limit = low + margin
+        if above <= margin:
             return []
         since = next(at for at, value in losses if value > limit and at >= min(lows[-1][0], step))
         return [Finding(metric="lm_loss", value=loss, limit=limit, since=since)]
+
+
+def _lowest_before(step: int, lows: list[tuple[int, float]]) -> float | None:
+    """Return the lowest loss of the steps before `step`; None where it is the first or too old to be remembered."""
+    return next((value for at, value in reversed(lows) if at < step), None)

@@ -141,6 +141,12 @@ def test_a_spike_between_two_samples_is_seen():
     assert found[5][0].since == 57
 
 
+@pytest.mark.parametrize("fall", [0.02, 0.05, 0.3])
+def test_a_loss_that_falls_fast_between_two_samples_is_no_spike(fall):
+    losses = [(s, 50.0 - fall * s) for s in range(131)]
+    assert first(run("loss_spike", [sample(s) for s in STEPS], losses=losses)) is None
+
+
 def test_a_noisy_loss_is_no_spike():
     noise = np.random.default_rng(1).normal(0, 0.2, 131)
     assert first(run("loss_spike", [sample(s) for s in STEPS], losses=[(s, 3 + noise[s]) for s in range(131)])) is None
