@@ -17,7 +17,7 @@ ALL_LAYERS_UP_TO = 8
 # A decimal digit and a separator or so for each count of a frame.
 _BYTES_A_COUNT = 6
 # Frames kept at full rate before the stride doubles, where the byte budget allows no more.
-_LEAST_FRAMES = 16
+_LEAST_FRAMES = 8
 
 
 def scalars(sample: Sample, *, layers: str, alarmed: Mapping[str, Iterable[int]]) -> dict[str, float]:

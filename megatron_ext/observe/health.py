@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_ext.errors import UserError
 from megatron_ext.observe import names
-from megatron_ext.observe.sink import CLEARED
+from megatron_ext.observe.sink import CLEARED, alarm_key
 
 # What a person looks at first, with the part of the key that is shown.
 _SHOWN = (
@@ -101,7 +101,7 @@ def standing(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the alarms that stand at the end of `alarms.jsonl`: the last word on each (name, layer)."""
     last: dict[tuple[Any, Any], Mapping[str, Any]] = {}
     for record in records:
-        last[record["name"], record.get("layer")] = record
+        last[alarm_key(record)] = record
     return [dict(record) for record in last.values() if record.get("state") != CLEARED]
 
 

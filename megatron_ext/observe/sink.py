@@ -17,6 +17,11 @@ CHANGED = "changed"
 CLEARED = "cleared"
 
 
+def alarm_key(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return what makes two records be about one alarm: its name and layer. Expert and rank may change in its life."""
+    return record.get("name"), record.get("layer")
+
+
 @runtime_checkable
 class Sink(Protocol):
     """A writer of one run. No method may raise into the training loop or block it."""

@@ -9,6 +9,7 @@ import numpy as np
 from bokeh.embed import json_item
 from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
 
+from megatron_ext.observe.sink import CLEARED, alarm_key
 from megatron_ext.report.charts import FLOAT, Chart, new_figure
 from megatron_ext.report.first_look import GIB, peak_memory, where
 from megatron_ext.report.view import View
@@ -23,15 +24,17 @@ TIMERS = {
 TOTAL = "iteration-time"
 SHADES = (0.95, 0.7, 0.5, 0.35, 0.18)
 MAX_RANKS = 256
+# Peaks closer than this are the same to a reader.
+ALIKE = 0.01
 
 
 def alarm_spans(view: View) -> list[dict[str, Any]]:
     """Return one record an alarm's life: the last line about it with `start` and `end` (None: it stands)."""
-    open_ones: dict[tuple[object, ...], dict[str, Any]] = {}
+    open_ones: dict[tuple[object, object], dict[str, Any]] = {}
     done = []
     for record in view.run.alarms:
-        key = tuple(record.get(name) for name in ("name", "layer", "expert", "rank"))
-        if record.get("state") == "cleared":
+        key = alarm_key(record)
+        if record.get("state") == CLEARED:
             begun = open_ones.pop(key, record)
             done.append({**begun, "end": record.get("step")})
         else:
@@ -201,6 +204,8 @@ def memory_chart(views: Sequence[View]) -> tuple[Chart, list[str]] | None:
         most, least = max(by_rank, key=lambda rank: by_rank[rank]), min(by_rank, key=lambda rank: by_rank[rank])
         if len(by_rank) == 1:
             sentences.append(f"{label}: its one rank peaked at {by_rank[most] / GIB:.2f} GiB.")
+        elif by_rank[most] - by_rank[least] < ALIKE * by_rank[most]:
+            sentences.append(f"{label}: all {len(by_rank)} ranks peaked at about {by_rank[most] / GIB:.2f} GiB.")
         else:
             sentences.append(
                 f"{label}: rank {most} peaked highest, at {by_rank[most] / GIB:.2f} GiB; rank {least} lowest, "

@@ -139,12 +139,13 @@ def heat_sentence(view: View) -> str:
     frame = view.run.routing[-1]
     vio = frame_max_vio(frame.counts)
     row = int(vio.argmax())
-    busiest = int(frame.counts[row].argmax())
+    busiest, quietest = int(frame.counts[row].argmax()), int(frame.counts[row].argmin())
+    even = max(float(frame.counts[row].mean()), 1e-12)
     idle = frame.counts == 0
     layers_with_idle = [int(frame.layers[at]) for at in np.flatnonzero(idle.any(axis=1))]
     text = (
         f"At step {frame.step} the most uneven layer is {frame.layers[row]}: its expert {busiest} gets "
-        f"{1 + vio[row]:.2f} times an even share. "
+        f"{1 + vio[row]:.2f} times an even share, its expert {quietest} {frame.counts[row].min() / even:.2f} times. "
     )
     if not idle.any():
         return text + f"All {idle.size} experts of {len(frame.layers)} layers got tokens."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ext.observe.formulas import step_noise
 from megatron_ext.observe.names import METRICS, aggregate_key
 from megatron_ext.report.summary import standing_alarms
 from megatron_ext.report.view import View, ending
@@ -13,6 +14,8 @@ from megatron_ext.report.view import View, ending
 # The busiest GPU sets the step: at 0.3 the others wait about a quarter of the expert time.
 RANK_VIO_HIGH = 0.3
 MEMORY_SPREAD_HIGH = 0.2
+# A jump of the loss that a person would see: as the loss_spike alarm, but from the first steps on.
+JUMP, JUMP_NOISES = 0.1, 10.0
 GIB = float(1 << 30)
 
 
@@ -20,7 +23,7 @@ def findings(views: Sequence[View]) -> list[str]:
     """Return sentences, worst first; one that says what was checked where nothing stands out."""
     found = [
         text
-        for check in (_alarms, _not_finite, _held_out, _idle, _ranks, _memory)
+        for check in (_alarms, _not_finite, _held_out, _jump, _idle, _ranks, _memory)
         for view in views
         for text in check(view)
     ]
@@ -33,12 +36,17 @@ def where(record: dict[str, object]) -> str:
     return ", ".join(f"{word} {record[name]}" for word, name in named if record.get(name) is not None)
 
 
+def measure(record: dict[str, object]) -> str:
+    """Return an alarm's measure in words."""
+    name = str(record.get("metric") or "")
+    return METRICS[name].title if name in METRICS else name
+
+
 def _alarms(view: View) -> list[str]:
     sentences = []
     for record in standing_alarms(view):
         place = f" at {where(record)}" if where(record) else ""
-        metric = METRICS[str(record["metric"])].title if record.get("metric") in METRICS else record.get("metric", "")
-        value = f" ({metric} {float(str(record['value'])):.4g})" if record.get("value") is not None else ""
+        value = f" ({measure(record)} {float(str(record['value'])):.4g})" if record.get("value") is not None else ""
         name = str(record.get("name")).replace("_", " ")
         sentences.append(
             f"{view.label}: {name}{place} since step {record.get('since_step')}{value}. "
@@ -67,6 +75,23 @@ def _held_out(view: View) -> list[str]:
     return [
         f"{view.label}: the held-out loss ends at {held[-1]:.3f}, not below its start of {held[0]:.3f}. The run has "
         "learned nothing that holds for new text."
+    ]
+
+
+def _jump(view: View) -> list[str]:
+    loss = view.loss()
+    if len(loss) < 3:
+        return []
+    lowest = np.minimum.accumulate(loss.values)[:-1]
+    above = loss.values[1:] - lowest
+    at = int(above.argmax()) + 1
+    if above[at - 1] < max(JUMP, JUMP_NOISES * step_noise(loss.values)):
+        return []
+    later = np.flatnonzero(loss.values[at:] <= lowest[at - 1])
+    after = f"was back there at step {loss.steps[at + later[0]]}" if len(later) else "has not come back since"
+    return [
+        f"{view.label}: the loss jumped to {loss.values[at]:.3f} at step {loss.steps[at]}, {above[at - 1]:.3f} above "
+        f"its lowest before, and {after}. Look at what else moved at that step, then at the learning rate."
     ]
 
 
@@ -113,7 +138,12 @@ def peak_memory(view: View) -> dict[int, float]:
 
 
 def _checked(views: Sequence[View]) -> str:
-    checks = ["no alarm stands", "every loss is finite", "no held-out loss ended above its start"]
+    checks = [
+        "no alarm stands",
+        "every loss is finite",
+        "no training loss jumped",
+        "no held-out loss ended above its start",
+    ]
     if any(view.run.routing for view in views):
         checks.append("every expert got tokens in the last sampled step")
     return ", ".join(checks) + "."

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.report import extras, facts, norms
 from megatron_ext.report.charts import Chart, Curve, lines
-from megatron_ext.report.first_look import findings, where
+from megatron_ext.report.first_look import findings, measure, where
 from megatron_ext.report.heat import Scale, Slider, expert_map, scale, time_map
 from megatron_ext.report.view import View, common_axis
 
@@ -139,7 +139,7 @@ def alarms(views: Sequence[View]) -> Section | None:
 
 def _alarm_row(view: View, span: dict[str, Any]) -> AlarmRow:
     value, limit = span.get("value"), span.get("limit")
-    shown = "" if value is None else f"{span.get('metric', '')} {float(value):.4g}"
+    shown = "" if value is None else f"{measure(span)} {float(value):.4g}"
     return AlarmRow(
         view.label,
         view.colour,

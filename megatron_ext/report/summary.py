@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.observe.sink import alarm_key
 from megatron_ext.report.facts import short
 from megatron_ext.report.view import View, ending
 
@@ -35,9 +36,9 @@ def summary_rows(views: Sequence[View]) -> list[Row]:
 
 def standing_alarms(view: View) -> list[dict[str, object]]:
     """Return the alarms that were raised and not cleared, in order of appearance."""
-    standing: dict[tuple[object, ...], dict[str, object]] = {}
+    standing: dict[tuple[object, object], dict[str, object]] = {}
     for record in view.run.alarms:
-        key = tuple(record.get(name) for name in ("name", "layer", "expert", "rank"))
+        key = alarm_key(record)
         if record.get("state", "raised") in RAISED:
             standing[key] = {**standing.get(key, {}), **record}
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_ext.observe import formulas
 from megatron_ext.observe.alarms.history import History
 from megatron_ext.observe.alarms.rule import Finding, Rule
 from megatron_ext.observe.sample import Sample
@@ -11,9 +12,7 @@ from megatron_ext.observe.sample import Sample
 # Losses before the first judgement: the noise has to be known.
 _LEAST_LOSSES = 32
 # The lowest of thousands of values lies some 4 spreads below their mean, the highest as far above it.
-_NOISES = 10.0
-# Three in four differences of two normal values of spread s are below 1.627 s; a spike isn't among them.
-_QUARTILE, _QUARTILE_SPREADS = 0.75, 1.627
+NOISES = 10.0
 
 
 class LossSpike(Rule):
@@ -30,17 +29,17 @@ class LossSpike(Rule):
         if len(losses) < _LEAST_LOSSES or not lows:
             return []
         values = np.array([loss for _, loss in losses])
-        noise = float(np.quantile(np.abs(np.diff(values)), _QUARTILE)) / _QUARTILE_SPREADS
-        margin = max(self.options.loss_margin, _NOISES * noise)
+        margin = max(self.options.loss_margin, NOISES * formulas.step_noise(values))
         # Against the lowest before it, not after it: a loss that falls fast is lower a few steps later.
         new = [pair for pair in losses if pair[0] > history.previous] or losses[-1:]
-        judged = [(loss - low, step, loss, low) for step, loss in new if (low := _lowest_before(step, lows)) is not None]
+        before = {step: low for step, _ in new if (low := _lowest_before(step, lows)) is not None}
+        judged = [(loss - before[step], step, loss) for step, loss in new if step in before]
         if not judged:
             return []
-        above, step, loss, low = max(judged)
-        limit = low + margin
+        above, step, loss = max(judged)
         if above <= margin:
             return []
+        limit = before[step] + margin
         since = next(at for at, value in losses if value > limit and at >= min(lows[-1][0], step))
         return [Finding(metric="lm_loss", value=loss, limit=limit, since=since)]
 
