@@ -45,19 +45,13 @@ TRAIN = textwrap.dedent("""
 """)
 
 
+def _command(run_dir: Path, first: int, last: int, *flags: str) -> list[str]:
+    place = ["--moe-ext-run-dir", str(run_dir), "--first", str(first), "--last", str(last)]
+    return [sys.executable, "-c", TRAIN, *place, *flags]
+
+
 def _train(run_dir: Path, first: int, last: int, *flags: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-c",
-        TRAIN,
-        "--moe-ext-run-dir",
-        str(run_dir),
-        "--first",
-        str(first),
-        "--last",
-        str(last),
-        *flags,
-    ]
+    command = _command(run_dir, first, last, *flags)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -179,6 +173,24 @@ def test_folder_that_cannot_be_costs_one_warning(make_args, tmp_path: Path, capl
         writer.close()
     (message,) = [record.message for record in caplog.records]
     assert "Trackio" in message
+
+
+def test_read_only_folder_warns_and_training_goes_on_then_resumes_where_it_is_writable(tmp_path: Path, kept) -> None:
+    run_dir = tmp_path / "moe"
+    run_dir.mkdir(mode=0o555)
+    # Root may write anywhere: it has to give up that right first.
+    drop = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    done = subprocess.run([*drop, *_command(run_dir, 1, 20)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 20, "every step ran"
+    assert done.stderr.count("cannot be written (Permission denied)") == 1
+    assert "could not be written" in done.stderr
+    assert list(run_dir.iterdir()) == []
+    run_dir.chmod(0o755)
+    again = _train(run_dir, 1, 20)
+    _, errors = again.communicate(timeout=120)
+    assert (again.returncode, errors) == (0, "")
+    assert sorted(step for step, _ in kept.rows()) == list(range(1, 21))
 
 
 def test_full_disk_costs_one_warning_and_imports_later(make_args, tmp_path: Path, kept) -> None:
