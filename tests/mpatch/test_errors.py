@@ -56,6 +56,7 @@ CASES: dict[str, Callable[[Lab], tuple[str, ...]]] = {
     "BaseMissing": after(lambda lab: None, "apply", "--base", "none"),
     "SeriesWrong": after(lambda lab: (lab.root / "patches/core/guard.patch").unlink(), "apply"),
     "SeriesMissing": after(lambda lab: (lab.root / "patches/series").unlink(), "status"),
+    "SnapshotUnreadable": after(lambda lab: None, "release-notes", "--to", "v9"),
     "PatchMalformed": after(lambda lab: rewrite(lab, "core/guard", b"@@ -2,2", b"@@ -2,5"), "apply"),
     "PatchHasCRLF": after(lambda lab: rewrite(lab, "core/guard", b"\n", b"\r\n"), "apply"),
     "PathEscapes": after(lambda lab: rewrite(lab, "core/guard", b"fake/core/loss.py", b"../loss.py"), "apply"),

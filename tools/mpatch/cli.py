@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tools.mpatch import apply, check, doctor, drift, edit, listing, prove, rebase, record, sources, upstream
+from tools.mpatch import apply, check, doctor, drift, edit, listing, notes, prove, rebase, record, sources, upstream
 from tools.mpatch.checkout import Checkout, find_checkout
 from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
 from tools.mpatch.output import Answer
@@ -190,6 +190,12 @@ def _upstream_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onto", default="HEAD", metavar="REVISION", help="where the branch starts (default HEAD)")
 
 
+def _notes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="", metavar="STATE", help="a revision, or a folder (default: the last tag)")
+    parser.add_argument("--to", default="", metavar="STATE", help="a revision, or a folder (default: the checkout)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page there")
+
+
 def _slug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
 
@@ -241,6 +247,11 @@ VERBS: dict[str, Verb] = {
         "one patch on upstream's main, checked as upstream checks it",
         _upstream_options,
         lambda c, o: upstream.upstream_prep(c, o.slug, o.clone, onto=o.onto),
+    ),
+    "release-notes": Verb(
+        "a page on what changed in the series since the last release",
+        _notes_options,
+        lambda c, o: notes.release_notes(c, o.since, o.to, o.output),
     ),
     "drop": Verb("take a patch out of the series", _drop_options, lambda c, o: edit.drop(c, o.slug, o.because)),
 }

@@ -110,6 +110,10 @@ class StateUnreadable(CouldNotCheck):
     """The state that an earlier command left cannot be read."""
 
 
+class SnapshotUnreadable(CouldNotCheck):
+    """The named state of the series, a revision or a folder, cannot be read."""
+
+
 # --- the source is wrong ---------------------------------------------------------------------------------------------
 
 
