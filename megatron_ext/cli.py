@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 import warnings
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ VERBS: dict[str, Verb] = {
     "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
     "doctor": Verb("megatron_ext.preflight.doctor", "say what is installed here and whether it fits together"),
     "upcycle": Verb("megatron_ext.upcycle.cli", "make an MoE checkpoint from a dense one, and check it"),
+    "examples": Verb("megatron_ext.install.examples", "copy the launch scripts and the quickstart to a folder"),
 }
 
 
@@ -43,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help())
         return 0 if words else 64
+    if name == "--version":
+        return _version(as_json="--json" in words)
     verb = VERBS.get(name)
     if verb is None:
         print(f"error: no verb {name!r}\n\n{_help()}", file=sys.stderr)
@@ -63,9 +67,21 @@ def main(argv: list[str] | None = None) -> int:
         return 64 if stop.code == 2 else int(stop.code or 0)
 
 
+def _version(*, as_json: bool) -> int:
+    from megatron_ext.install.about import about_lines, about_record
+
+    try:
+        print(json.dumps(about_record(), indent=2) if as_json else "\n".join(about_lines()))
+    except UserError as error:
+        print(error.text(), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
 def _help() -> str:
     rows = "\n".join(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items())
-    return f"usage: megatron-moe VERB ...\n\n{rows}\n\nEvery verb has --help."
+    last = "Every verb has --help. megatron-moe --version says which Megatron with which patches this is."
+    return f"usage: megatron-moe VERB ...\n\n{rows}\n\n{last}"
 
 
 if __name__ == "__main__":

@@ -26,10 +26,19 @@ TREE_VARIABLE = "MPATCH_TREE"
 
 @dataclass(frozen=True)
 class Record:
-    """What the patched tree holds: its folder, and git's blob id by path (empty: any content will do)."""
+    """What the patched tree holds: its folder, git's blob id by path (empty: any content will do), its tree id."""
 
     root: Path
     files: Mapping[str, str]
+    tree: str = ""
+    # In an installed wheel `mpatch` is no remedy; reinstalling is.
+    installed: bool = False
+
+    def packages(self) -> set[str]:
+        """Return the names right below `megatron` that are ours; others may share the namespace (megatron.energon)."""
+        if self.files:
+            return {path.split("/")[1].removesuffix(".py") for path in self.files if path.startswith("megatron/")}
+        return {path.stem for path in (self.root / "megatron").glob("*")}
 
 
 def load_record() -> Record:
@@ -41,10 +50,13 @@ def load_record() -> Record:
     other = os.environ.get(TREE_VARIABLE)
     if other:
         return Record(Path(other).resolve(), {})
-    if _PACKAGED.is_file():
-        return Record(_PACKAGED.parent.parent, json.loads(_PACKAGED.read_text())["files"])
-    if _CHECKOUT.is_file():
-        return Record(_CHECKOUT.parent / "megatron", json.loads(_CHECKOUT.read_text())["files"])
+    for path, root, installed in (
+        (_PACKAGED, _PACKAGED.parent.parent, True),
+        (_CHECKOUT, _CHECKOUT.parent / "megatron", False),
+    ):
+        if path.is_file():
+            told = json.loads(path.read_text())
+            return Record(root, told["files"], told["patched_tree"], installed)
     raise UserError("the patched Megatron was not built", where=str(_CHECKOUT), remedy="run `make setup`")
 
 
@@ -55,10 +67,12 @@ def check_imported(modules: Mapping[str, ModuleType] | None = None, record: Reco
         UserError: a module comes from another folder, or its file is not the patched one. Both paths are named.
     """
     record = record or load_record()
-    checked = 0
+    checked, ours = 0, record.packages()
     for name, module in sorted((sys.modules if modules is None else modules).items()):
         file = getattr(module, "__file__", None)
-        if not (name == "megatron" or name.startswith("megatron.")) or not file or not file.endswith(".py"):
+        if name.partition(".")[0] != "megatron" or not file or not file.endswith(".py"):
+            continue
+        if "." in name and name.split(".")[1] not in ours:
             continue
         _check_one(name, Path(file), record)
         checked += 1
@@ -81,6 +95,15 @@ def _check_one(name: str, file: Path, record: Record) -> None:
     path = str(real.relative_to(record.root.resolve()))
     wanted = record.files.get(path)
     if record.files and wanted != blob_id(real.read_bytes()):
+        if record.installed:
+            raise UserError(
+                f"{name} is not the file that the wheel brought",
+                where=str(file),
+                why="it was edited, or a megatron-core installed beside megatron-moe has written over it (both bring "
+                "`megatron`)",
+                remedy="pip uninstall megatron-core, then pip install --force-reinstall --no-deps the megatron-moe "
+                "wheel; megatron-moe doctor says what differs",
+            )
         raise UserError(
             f"{name} was changed after it was patched",
             where=f"{file} (recorded in {record.root}: {wanted or 'no such file'})",

@@ -13,7 +13,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent / "build" / "pins.json"
 
 
 def load_pins() -> dict[str, Any]:
-    """Return upstream.toml's content plus base, base_tree, patched_tree, series_digest and patches (slugs in order).
+    """Return upstream.toml's content plus version, base, base_tree, patched_tree, series_digest and patches (in order).
 
     Raises:
         UserError: Nothing was applied yet.

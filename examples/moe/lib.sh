@@ -5,7 +5,7 @@
 # Variables that you may export:
 #   SHARED_ROOT       directory that all nodes see (default: the checkout)
 #   RUN_DIR           one directory a run; give the same one to go on with it (default: SHARED_ROOT/runs/NAME-JOBID)
-#   TRAIN_IMAGE       container image for Pyxis; empty runs the checkout's own .venv
+#   TRAIN_IMAGE       container image for Pyxis; empty runs the checkout's own .venv, else what is on PATH
 #   GPUS_PER_NODE     ranks a node (default 8)
 #   MOE_DEVICE        auto, cuda or cpu (default auto)
 #   MAX_RESTARTS      how often a stopped job is requeued (default 20)
@@ -48,7 +48,8 @@ setup() {  # setup SCRIPT NAME ARGUMENTS...: reads the common options; what is l
   if [ -z "${TRAIN_IMAGE:-}" ]; then
     export PATH="$REPO/.venv/bin:$PATH"
     if [ "$DRY_RUN" = 0 ] && ! command -v megatron-moe >/dev/null; then
-      die "megatron-moe is not installed in $REPO/.venv" "make setup, or export TRAIN_IMAGE"
+      die "megatron-moe is neither in $REPO/.venv nor on PATH" \
+        "make setup, or activate the environment that has it, or export TRAIN_IMAGE"
     fi
   fi
   export CUDA_DEVICE_MAX_CONNECTIONS=1

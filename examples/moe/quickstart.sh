@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small dense language model on real text, upcycles it into a mixture of experts, trains that, and shows what
-# happened. Real Megatron on two CPU cores, no GPU, no download. Minutes; `make demo` sets everything up first.
+# happened. Real Megatron on two CPU cores, no GPU, no download. Minutes. `make demo` sets everything up first; with an
+# installed wheel run it in the folder that `megatron-moe examples DIR` made, with the environment on PATH.
 #
 # Usage: quickstart.sh [OUT]        (default runs/quickstart)
 #   DEVICE=auto|cpu|cuda (default cpu)   DENSE_STEPS, MOE_STEPS: length of the runs
@@ -20,7 +21,12 @@ DEVICE=${DEVICE:-cpu}
 DENSE_STEPS=${DENSE_STEPS:-100}
 MOE_STEPS=${MOE_STEPS:-80}
 RANKS=2
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$PWD/.venv/bin:$PATH"   # a checkout's own environment; without one, the one that is active
+if ! command -v megatron-moe >/dev/null || ! command -v torchrun >/dev/null; then
+  echo "error: megatron-moe and torchrun are not on PATH" >&2
+  echo "try:   make setup, or activate the environment that megatron-moe is installed in" >&2
+  exit 64
+fi
 # One thread a rank: two ranks fill two cores, and more threads only wait for each other.
 export OMP_NUM_THREADS=1
 mkdir -p "$OUT/logs"

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.guard import TREE_VARIABLE, load_record
+from megatron_ext.install import Proof, other_megatron, prove_distribution, prove_megatron
 from megatron_ext.pins import load_pins
 from megatron_ext.preflight.findings import EXIT_CODES, Finding, print_table, to_plain, verdict_of
 
@@ -47,7 +49,7 @@ def _megatron() -> list[Finding]:
     except UserError as error:
         return [Finding("patched Megatron", HERE, "bad", error.what, "", remedy)]
     patches = f"{pins['base']}, {len(pins['patches'])} patches, series {str(pins['series_digest'])[:12]}"
-    findings = [Finding("patched Megatron", HERE, "good", patches)]
+    findings = [Finding("patched Megatron", HERE, "good", patches), *_proofs()]
     spec = importlib.util.find_spec("megatron")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     core = next((place for place in places if (place / "core").is_dir()), None)
@@ -56,6 +58,33 @@ def _megatron() -> list[Finding]:
     if not helper:
         return [*findings, Finding("dataset helper", HERE, "bad", value, "helpers_cpp compiled", remedy)]
     return [*findings, Finding("dataset helper", HERE, "good", value)]
+
+
+def _proofs() -> list[Finding]:
+    """Hash what is installed; an upstream package beside ours is named first, as it explains the rest."""
+    record = load_record()
+    if not record.files:
+        return [Finding("Megatron's files", HERE, "skipped", str(record.root), f"{TREE_VARIABLE} names another tree")]
+    again = "pip install --force-reinstall --no-deps the wheel; in a checkout: mpatch status"
+    findings = []
+    other = other_megatron(record)
+    if other:
+        why = "no megatron-core: it has the same import names, each install overwrites the other's files"
+        findings.append(
+            Finding("installed Megatron", HERE, "bad", other, why, f"pip uninstall megatron-core, then: {again}")
+        )
+    megatron = prove_megatron(record)
+    findings.append(_proof("Megatron's files", megatron, f"tree {record.tree[:12]}", again))
+    wheel = prove_distribution()
+    if wheel is not None:
+        findings.append(_proof("the wheel's files", wheel, "sha256 in RECORD", again))
+    return findings
+
+
+def _proof(name: str, proof: Proof, against: str, remedy: str) -> Finding:
+    return Finding(
+        name, HERE, "good" if proof.good else "bad", proof.describe(), against, "" if proof.good else remedy
+    )
 
 
 def _torch() -> Finding:

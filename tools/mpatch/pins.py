@@ -75,6 +75,20 @@ class Pins:
     packages: Mapping[str, str]
     budget: Budget
     raw: Mapping[str, Any]
+    number: int = 0
+
+    def version(self, base_name: str = "") -> str:
+        """Return the distribution's version on a base: upstream's release, then our number.
+
+        A commit has no release number and sorts before every release: `0+moe.1.gd6316eb45bf1`.
+
+        Raises:
+            BaseMissing: upstream.toml has no such base.
+        """
+        base = self.base(base_name)
+        if isinstance(base, SdistBase):
+            return f"{base.version}+moe.{self.number}"
+        return f"0+moe.{self.number}.g{base.commit[:12]}"
 
     def base(self, name: str = "") -> Base:
         """Return the base called `name` (the default one when empty).
@@ -119,6 +133,14 @@ def load_pins(path: Path) -> Pins:
             remedy="update the checkout, tools/ and upstream.toml belong together",
         )
     bases = {name: _base(path, name, table) for name, table in raw.get("bases", {}).items()}
+    number = raw.get("distribution", {}).get("number", 0)
+    if not isinstance(number, int) or number < 0:
+        raise PinsUnreadable(
+            "the distribution's number has the wrong form",
+            where=f"{path} [distribution]",
+            why=f"number is {number!r}",
+            remedy="write a whole number from 0 on; it stands behind upstream's version",
+        )
     budget = raw.get("budget", {})
     try:
         limits = Budget(**budget)
@@ -136,6 +158,7 @@ def load_pins(path: Path) -> Pins:
         packages=dict(raw.get("packages", {})),
         budget=limits,
         raw=raw,
+        number=number,
     )
 
 

@@ -16,17 +16,18 @@ from tools.mpatch.store import Store
 def write_records(checkout: Checkout, store: Store, pins: Pins, series: Series, state: State) -> list[Path]:
     """Write both files unless they are right already; return those written.
 
-    pins.json is upstream.toml plus what is in the tree. files.json holds git's blob id of every Python file of the
-    tree, for the guard that tells a patched module from another one (`megatron_ext/guard.py`, `mpatch doctor`).
+    pins.json is upstream.toml plus what is in the tree. files.json holds git's blob id of every file of the tree, for
+    the guard that tells a patched module from another one (`megatron_ext/guard.py`, `mpatch doctor`).
     """
     known = {
+        "version": pins.version(state.base),
         "base": state.base,
         "base_tree": state.base_tree,
         "patched_tree": state.tree,
         "series_digest": state.series_digest,
         "patches": series.slugs(),
     }
-    files = {path: entry.blob for path, entry in store.tree(state.tree).items() if path.endswith(".py")}
+    files = {path: entry.blob for path, entry in store.tree(state.tree).items()}
     touched = sorted({change.path for patch in series.patches for change in patch.changes})
     pairs = (
         ("pins.json", {**pins.raw, **known}),

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Without symbols (-s): they hold the paths of the build.
+FLAGS = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-s")
 
 
 def main(tree: Path) -> int:
@@ -27,10 +29,10 @@ def main(tree: Path) -> int:
     if not source.is_file():
         print(f"error: {source} does not exist; run `python -m tools.mpatch apply` first", file=sys.stderr)
         return 1
-    target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    cached = ROOT / "build" / "helpers" / _key(source) / target.name
-    if not cached.is_file() and not _compile(source, cached):
+    cached = cached_helper(source)
+    if cached is None:
         return 1
+    target = folder / cached.name
     if not target.is_file() or target.read_bytes() != cached.read_bytes():
         part = target.with_suffix(".part")
         shutil.copy2(cached, part)
@@ -41,14 +43,22 @@ def main(tree: Path) -> int:
     return 0
 
 
+def cached_helper(source: Path) -> Path | None:
+    """Return the compiled helper of this source and this Python, compiling it once; None when that failed."""
+    name = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    cached = ROOT / "build" / "helpers" / _key(source) / name
+    return cached if cached.is_file() or compile_helper(source, cached) else None
+
+
 def _key(source: Path) -> str:
     import pybind11
 
-    told = (source.read_bytes(), sys.version.encode(), pybind11.__version__.encode())
+    told = (source.read_bytes(), sys.version.encode(), pybind11.__version__.encode(), " ".join(FLAGS).encode())
     return hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
 
 
-def _compile(source: Path, target: Path) -> bool:
+def compile_helper(source: Path, target: Path) -> bool:
+    """Compile to `target`, the same bytes wherever source, target and Python lie; say why where it fails."""
     import pybind11
 
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
@@ -62,8 +72,9 @@ def _compile(source: Path, target: Path) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, "-O3", "-Wall", "-shared", "-std=c++17", "-fPIC"]
-        command += [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+        places = {"pybind11": pybind11.get_include(), "python": sysconfig.get_path("include"), ".": str(source.parent)}
+        command = [compiler, *FLAGS, *(f"-ffile-prefix-map={path}={name}" for name, path in places.items())]
+        command += [f"-I{places[name]}" for name in ("pybind11", "python")]
         done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True)
         if done.returncode:
             hint = "the Python headers may be missing (Debian: python3-dev)" if "Python.h" in done.stderr else ""

@@ -16,18 +16,19 @@ from tools.mpatch.pins import load_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "tools" / "requirements"
-# Beside the development extra: bokeh (the report's interactive plots are tested with it), pip (mpatch asks it for the
-# configured index), and the exact versions that upstream's own style check uses (mpatch upstream-prep).
-DEV_ALSO = ("bokeh", "pip", "isort==5.13.2", "black==26.*")
+# Beside the development extra and what the wheel is built with: bokeh (the report's interactive plots are tested with
+# it), and the exact versions that upstream's own style check uses (mpatch upstream-prep).
+DEV_ALSO = ("bokeh", "isort==5.13.2", "black==26.*")
 
 
 def main() -> int:
     """Write train.txt, dev.txt and bootstrap.txt."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = told["project"]
     packages = load_pins(ROOT / "upstream.toml").packages
     train = [f"{name}=={packages[name]}" if name in packages else name for name in project["dependencies"]]
-    # Not every platform's torch brings setuptools, and torch.utils needs it at run time.
-    dev = [*train, *project["optional-dependencies"]["dev"], *DEV_ALSO]
+    # setuptools comes with the build's requirements; torch.utils needs it at run time, and not every torch brings it.
+    dev = [*train, *told["build-system"]["requires"], *project["optional-dependencies"]["dev"], *DEV_ALSO]
     _compile(train, OUT / "train.txt")
     _compile(dev, OUT / "dev.txt")
     _compile(["uv"], OUT / "bootstrap.txt")

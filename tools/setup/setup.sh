@@ -11,7 +11,7 @@ say() { echo "[setup] $*"; }
 
 make_venv() {
   local want have
-  want=$(cat "$lock" tools/requirements/bootstrap.txt pyproject.toml | sha256sum | cut -d' ' -f1)
+  want=$(cat "$lock" tools/requirements/bootstrap.txt pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
   have=$(cat .venv/.locked 2>/dev/null || true)
   if [ "$want" = "$have" ] && .venv/bin/python -c '' 2>/dev/null; then say "venv: up to date"; return; fi
   local python

@@ -1,0 +1,1 @@
+"""The wheel and the sdist: how pip and uv build them (PEP 517)."""
