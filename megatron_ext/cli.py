@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 
 from megatron_ext.errors import UserError
 
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     parser = argparse.ArgumentParser(prog=f"megatron-moe {name}", description=verb.summary)
     try:
-        room = importlib.import_module(verb.module)
+        room = _room(name, verb)
         room.add_arguments(parser)
         return int(room.run(parser.parse_args(words[1:])))
     except UserError as error:
@@ -65,6 +66,21 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:
         # argparse exits with 2 on wrong usage; the house uses 64 for that and keeps 2 for "could not check".
         return 64 if stop.code == 2 else int(stop.code or 0)
+
+
+def _room(name: str, verb: Verb) -> ModuleType:
+    """Import the verb's module; a package that it needs and that is not there is no fault of ours."""
+    try:
+        return importlib.import_module(verb.module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "megatron_ext"):
+            raise
+        raise UserError(
+            f"the package {missing} is not installed",
+            where=f"megatron-moe {name} with {sys.executable}",
+            remedy=f"install {missing} there; in a checkout: make setup",
+        ) from None
 
 
 def _version(*, as_json: bool) -> int:

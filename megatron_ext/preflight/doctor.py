@@ -88,8 +88,10 @@ def _proof(name: str, proof: Proof, against: str, remedy: str) -> Finding:
 
 
 def _torch() -> Finding:
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", HERE, "bad", str(error), "importable", "install it, the version is in upstream.toml")
     count = torch.cuda.device_count()
     device = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU: the CPU runtime"
     return Finding("torch", HERE, "good", f"{torch.__version__}, {device}")

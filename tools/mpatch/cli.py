@@ -196,6 +196,36 @@ def _notes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page there")
 
 
+def _bundle_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="becomes the bundle; must not exist")
+    add("--python", default="", metavar="SERIES", help="of the node (default: [python] preferred in upstream.toml)")
+    add("--cuda", default="13", metavar="MAJOR", help="of the node (default 13)")
+    add("--glibc", type=int, default=28, metavar="MINOR", help="the node's glibc is 2.MINOR or newer (default 28)")
+    add("--machine", default="x86_64", help="processor of the node (default x86_64)")
+    add("--torch", default="", metavar="VERSION", help="default: the pinned one")
+    add("--te", default="", metavar="VERSION", help="Transformer Engine (default: the pinned one); none leaves it out")
+    add("--wheel", type=Path, metavar="FILE", help="our wheel, built for that Python (default: build it)")
+    add("--wheels", type=Path, metavar="DIR", help="wheels that no index has, e.g. transformer_engine_torch")
+    add("--more", action="append", default=[], metavar="REQUIREMENT", help="a further package; may be repeated")
+    add("--without", action="append", default=[], metavar="NAME", help="the node has it already; may be repeated")
+    add("--split", default="", metavar="SIZE", help="folders of at most this size each, e.g. 56M (default: one folder)")
+
+
+def _bundle(checkout: Checkout, options: Options) -> Answer:
+    from tools.package.bundle import Wanted, bundle
+    from tools.package.target import Target
+
+    pins = checkout.pins()
+    series = options.python or str(pins.raw.get("python", {}).get("preferred", "3.12"))
+    target = Target(series, options.machine, options.glibc, options.cuda)
+    te = "" if options.te == "none" else options.te or pins.packages.get("transformer-engine", "")
+    torch = options.torch or pins.packages.get("torch", "")
+    more, without = tuple(options.more), tuple(options.without)
+    return bundle(checkout, options.folder, Wanted(target, torch, te, more, without, options.wheel, options.wheels),
+                  options.split)  # fmt: skip
+
+
 def _slug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug")
 
@@ -248,6 +278,7 @@ VERBS: dict[str, Verb] = {
         _upstream_options,
         lambda c, o: upstream.upstream_prep(c, o.slug, o.clone, onto=o.onto),
     ),
+    "bundle": Verb("everything that a GPU node without a network needs, to carry there", _bundle_options, _bundle),
     "release-notes": Verb(
         "a page on what changed in the series since the last release",
         _notes_options,
