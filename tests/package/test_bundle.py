@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from packing import ROOT
 
 from tools.mpatch.cli import main
 from tools.mpatch.errors import DownloadMismatch

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Installed, environment
+from packing import ROOT, Installed, environment
 
 GUARD = "import megatron.core; from megatron_ext import guard; print(guard.check_imported())"
 ROUTER = "megatron/core/transformer/moe/router.py"

@@ -13,7 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, build, build_sdist
+from packing import ROOT, build, build_sdist
 
 from megatron_ext.guard import blob_id
 from tools.mpatch.cli import main as mpatch
