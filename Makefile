@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
 
-.PHONY: help setup venv demo test test-ranks lint lock clean
+.PHONY: help setup venv demo test test-ranks lint docs wheel lock clean
 
 help:
 	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
@@ -11,6 +11,8 @@ help:
 	@echo "make test-ranks  the tests on eight processes over gloo"
 	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
 	@echo "make lint    ruff, mypy, shellcheck"
+	@echo "make docs    the API reference from the docstrings: build/api/index.html"
+	@echo "make wheel   one wheel that holds the patched Megatron and megatron_ext: dist/"
 	@echo "make lock    rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
 
 setup:
@@ -33,6 +35,13 @@ lint: venv
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
 	@.venv/bin/shellcheck $$(git ls-files -co --exclude-standard '*.sh' '*.sbatch' .ci/run)
+
+docs: setup
+	@$(PY) tools/setup/reference.py
+
+wheel: venv
+	@$(PY) -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 lock:
 	@$(PY) tools/setup/lock.py

@@ -84,7 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tokenize or check; return the exit status."""
+    """Tokenize or check; return the exit status.
+
+    Raises:
+        UserError: there is no output directory, or the data cannot be what was asked for.
+    """
     if args.check:
         _show_check(check(args.check, args.tokenizer), args.json)
         return 0

@@ -62,7 +62,11 @@ class ShardWriter:
         self.tokens += len(ids)
 
     def finish(self) -> Shard:
-        """Write the index, move both files into place, and return the shard's record."""
+        """Write the index, move both files into place, and return the shard's record.
+
+        Raises:
+            UserError: the disk does not take them.
+        """
         bin_path, idx_path = Path(f"{self._prefix}.bin"), Path(f"{self._prefix}.idx")
         try:
             self._builder.finalize(str(self._idx))

@@ -323,7 +323,11 @@ class TransferV2:
 
 
 def make_transfer(facts: Facts, group: Any, num_experts: int, max_tokens: int | None) -> Transfer:
-    """Import DeepEP and build the adapter for what is installed."""
+    """Import DeepEP and build the adapter for what is installed.
+
+    Raises:
+        DispatchError: it cannot be imported, or V2 was not told how many tokens a rank can have.
+    """
     library = import_deepep()
     if facts.api == "v1":
         return TransferV1(library, group, num_experts)

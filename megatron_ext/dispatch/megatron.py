@@ -131,7 +131,11 @@ class RowManager:
 
 
 def refuse(config: Any) -> None:
-    """Stop on what these dispatchers do not do, by flag."""
+    """Stop on what these dispatchers do not do, by flag.
+
+    Raises:
+        DispatchError: with the flag, why, and what to do.
+    """
     graphs = [str(getattr(m, "name", m)) for m in getattr(config, "cuda_graph_modules", None) or []]
     refusals = (
         (

@@ -61,6 +61,9 @@ def placed(hosts: tuple[str, ...], emulate: int) -> Placement:
         hosts: One a rank, in group order.
         emulate: Ranks per node to use instead, 0 for as placed.
 
+    Raises:
+        DispatchError: the emulated nodes do not divide the group.
+
     Examples:
         >>> placed(("a", "a", "b", "b"), 0).num_nodes, placed(("a",) * 4, 2).num_nodes
         (2, 2)

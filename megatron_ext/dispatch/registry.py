@@ -49,6 +49,9 @@ def build_manager(dispatcher: Any) -> Any:
 
     Args:
         dispatcher: Megatron's `MoEFlexTokenDispatcher`, its groups and sizes set.
+
+    Raises:
+        DispatchError: nobody has registered that name.
     """
     name = dispatcher.config.moe_flex_dispatcher_backend
     if name not in _factories:

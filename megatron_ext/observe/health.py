@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of a run; return 1 where an alarm stands, else 0."""
+    """Print the state of a run; return 1 where an alarm stands, else 0.
+
+    Raises:
+        UserError: not exactly one run or dump was named, or it cannot be read.
+    """
     if (args.run_dir is None) == (args.dump is None):
         raise UserError(
             "health looks at one thing", where="RUN_DIR, --from PATH", remedy="name one of the two", exit_code=64

@@ -113,7 +113,11 @@ def close() -> None:
 
 
 def require_model_built() -> None:
-    """Raise where a training step runs though Megatron never called `model_built`: the patch is missing."""
+    """Check that Megatron called `model_built` before its first step.
+
+    Raises:
+        RuntimeError: it did not: the patch is missing.
+    """
     if not _session.model_built:
         raise RuntimeError(
             f"patched Megatron did not call megatron_ext after building the model ({CALL_SITES} is missing or its "

@@ -93,7 +93,11 @@ class Session:
     complaints: list[str] = field(default_factory=list)
 
     def open(self) -> None:
-        """Import Trackio, find or name the run, and start logging to it."""
+        """Import Trackio, find or name the run, and start logging to it.
+
+        Raises:
+            SyncError: Trackio refuses the run.
+        """
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 

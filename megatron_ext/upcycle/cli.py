@@ -31,7 +31,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Upcycle; return 0."""
+    """Upcycle; return 0.
+
+    Raises:
+        UserError: what was asked for cannot be made of that checkpoint, or not there.
+    """
     from megatron_ext.upcycle import explain, offline, target
     from megatron_ext.upcycle import spec as specs
     from megatron_ext.upcycle.source import open_source

@@ -88,6 +88,9 @@ def spec_from_flags(args: Namespace, dense: Dense) -> MoeSpec:
 def parse_layer_freq(text: str | int | list[int]) -> int | list[int]:
     """Read `--moe-layer-freq`: a number N (every N-th layer), or a Python list of 0 and 1 with `*` and `+`.
 
+    Raises:
+        UserError: it is neither, or the list has other entries.
+
     Examples:
         >>> parse_layer_freq("2")
         2

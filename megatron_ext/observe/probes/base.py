@@ -80,7 +80,11 @@ class Probe(ABC):
         """Add what needs no hook, at the end of a sampled step."""
 
     def hook(self, layer: MoELayerRef, module: Any, what: str, observe: Observe) -> None:
-        """Call `observe(layer, args, kwargs, output)` after each counted forward of `module`."""
+        """Call `observe(layer, args, kwargs, output)` after each counted forward of `module`.
+
+        Raises:
+            UserError: `module` is no module: Megatron's is not the one that this was written for.
+        """
         if not isinstance(module, torch.nn.Module):
             raise UserError(
                 f"{self.name}: nothing to hook",
