@@ -34,6 +34,8 @@ class Run:
         sampling: Whether the current step is a sampled one.
         labels: int64 [batch], the data labels of the current micro-batch, None where nobody gave them.
         graphed: Whether the router's hook doesn't fire because it is inside a CUDA graph.
+        native: Row -> logits [T, E] of the router call whose hooks are running, from the first that needs them to the
+            last; None where only one does.
     """
 
     def __init__(self, place: Topology, store: Store) -> None:
@@ -43,6 +45,7 @@ class Run:
         self.sampling = False
         self.labels: Tensor | None = None
         self.graphed = False
+        self.native: dict[int, Tensor] | None = None
 
 
 class Probe(ABC):

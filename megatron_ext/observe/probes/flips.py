@@ -35,6 +35,7 @@ class FlipProbe(Probe):
     def install(self, layer: MoELayerRef) -> None:
         """Hook the router; a layer that routes by token id has no logits to round."""
         if not getattr(layer.router, "is_hash_layer", False):
+            self.run.native = {}
             self.hook(layer, layer.router, "router", self._observe)
 
     def _observe(
@@ -42,16 +43,22 @@ class FlipProbe(Probe):
     ) -> None:
         router, hidden = layer.router, args[0]
         padding = padding_of(args, kwargs)
-        native = native_logits(router, hidden)
-        exact = _logits_in(router, hidden, torch.float32)
-        native_map, exact_map = chosen_map(router, native), chosen_map(router, exact)
+        # The logit probe, hooked before this one, has just computed them.
+        native = (self.run.native or {}).pop(layer.row, None)
+        native = native_logits(router, hidden) if native is None else native
+        native_map = chosen_map(router, native)
         is_fp32 = native.dtype != torch.bfloat16 and native.dtype != torch.float16
+        # An fp32 router is its own exact one: the same product of the same numbers.
+        exact = native if native.dtype == torch.float32 else _logits_in(router, hidden, torch.float32)
+        exact_map = native_map if exact is native else chosen_map(router, exact)
         self.run.store.floats["flips"][layer.row] += tally.flip_sums(
             chosen=output[1],
             native=native_map,
             exact=exact_map,
             coarse=chosen_map(router, _logits_in(router, hidden, torch.bfloat16)) if is_fp32 else None,
-            order=tally.order_changed(native, exact, native_map, exact_map, int(router.topk)),
+            order=None
+            if exact is native
+            else tally.order_changed(native, exact, native_map, exact_map, int(router.topk)),
             valid=None if padding is None else ~padding,
         )
 

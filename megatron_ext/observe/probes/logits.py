@@ -40,6 +40,8 @@ class LogitProbe(Probe):
         padding = padding_of(args, kwargs)
         valid = None if padding is None else ~padding
         logits = native_logits(layer.router, args[0])
+        if self.run.native is not None:
+            self.run.native[layer.row] = logits
         floats, config = self.run.store.floats, layer.config
         floats["logits"][layer.row] += tally.logit_sums(logits, valid)
         if config.moe_router_score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):

@@ -53,8 +53,8 @@ class FileSink:
             out.write(json.dumps(line) + "\n")
 
 
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
+def train_rank(spec: dict[str, Any]) -> None:
+    """Train this process's rank as the specification says (`observe_training.train` writes it)."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     sink = FileSink(Path(spec["folder"])) if rank == world - 1 else None
     plugins = importlib.import_module("observe_plugins")
@@ -89,6 +89,10 @@ def main() -> None:
     pretrain.train(spec["flags"], asked_device="cpu")
     for monitor in monitors:
         monitor.close()
+
+
+def main() -> None:
+    train_rank(json.loads(Path(sys.argv[1]).read_text()))
 
 
 def _connect(pretrain: Any, sink: FileSink | None) -> None:

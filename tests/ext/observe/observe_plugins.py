@@ -10,11 +10,13 @@ import torch
 
 
 def moe_layers(model: list[Any]) -> dict[int, Any]:
-    """Return global layer number -> MoELayer."""
+    """Return global layer number -> MoELayer; MTP layers, which Megatron numbers from 1 again, count on."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    found = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
-    return {module.layer_number - 1: module for module in found}
+    found = [one for chunk in model for one in chunk.named_modules() if isinstance(one[1], MoELayer)]
+    return {
+        module.layer_number - 1 + (module.config.num_layers if "mtp." in name else 0): module for name, module in found
+    }
 
 
 class Plugin:
@@ -49,20 +51,27 @@ class Dump(Plugin):
             layer.register_forward_hook(self._hook("layer", number, self._layer))
             if layer.shared_experts is not None:
                 layer.shared_experts.register_forward_hook(self._hook("shared", number, self._tensor))
+            if layer.config.moe_latent_size:
+                layer.fc2_latent_proj.register_forward_hook(self._hook("latent", number, self._first))
 
     def _hook(self, kind, number, arrays):
+        from megatron.core import parallel_state
+
         def save(module, inputs, output):
             if not torch.is_grad_enabled() or not module.training:
                 return
             self.calls += 1
             name = f"{kind}-{torch.distributed.get_rank()}-{self.iteration + 1:04d}-{number}-{self.calls:06d}.npz"
             found = {key: value.detach().float().numpy() for key, value in arrays(module, inputs, output).items()}
-            np.savez(self.folder / name, layer=number, step=self.iteration + 1, **found)
+            place = {"ep_rank": parallel_state.get_expert_model_parallel_rank()}
+            place |= {"edp_rank": parallel_state.get_expert_data_parallel_rank()}
+            np.savez(self.folder / name, layer=number, step=self.iteration + 1, **place, **found)
 
         return save
 
     def _router(self, router, inputs, output):
-        return {"hidden": inputs[0], "weight": router.weight, "probs": output[0], "map": output[1]}
+        found = {"hidden": inputs[0], "weight": router.weight, "probs": output[0], "map": output[1]}
+        return found if router.expert_bias is None else {**found, "bias": router.expert_bias}
 
     def _experts(self, experts, inputs, output):
         return {"rows": output[0], "counts": inputs[1], "probs": inputs[2]}
@@ -72,6 +81,9 @@ class Dump(Plugin):
 
     def _tensor(self, module, inputs, output):
         return {"output": output}
+
+    def _first(self, module, inputs, output):
+        return {"output": output[0]}
 
 
 def router_bias(router: Any) -> torch.Tensor:

@@ -65,9 +65,8 @@ def train(
 ) -> Output:
     """Train SMALL with `flags` put behind it (Megatron takes the last), leaving the words `without` out."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [word for word in SMALL.split() if word not in without] + flags.split()
     spec = folder / "spec.json"
-    spec.write_text(json.dumps({"flags": words, "folder": str(folder), "plugin": plugin, **more}))
+    spec.write_text(json.dumps(specification(folder, flags, without=without, plugin=plugin, **more)))
     port = _free_port()
     # Into files: a full pipe of one rank would stop it while another is waited for.
     logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
@@ -80,6 +79,14 @@ def train(
     log = "\n".join(path.read_text() for path in logs)
     assert failed != ok, log[-6000:]
     return Output(folder, log)
+
+
+def specification(
+    folder: Path, flags: str, *, without: tuple[str, ...] = (), plugin: str = "", **more: Any
+) -> dict[str, Any]:
+    """Return what `observe_child.train_rank` takes."""
+    words = [word for word in SMALL.split() if word not in without] + flags.split()
+    return {"flags": words, "folder": str(folder), "plugin": plugin, **more}
 
 
 def _start(spec: Path, rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:

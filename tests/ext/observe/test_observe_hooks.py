@@ -225,6 +225,20 @@ class TestHooks:
         key = "moe/expert_norm_median/layer_1"
         assert again[key] == pytest.approx(values[key], rel=1e-5)
 
+    def test_an_fp32_routers_logits_are_computed_once_more_and_not_kept(self):
+        model = Model(moe_router_dtype="fp32")
+        calls = []
+        for layer in model.layers:
+            stock = layer.router.gating
+            layer.router.gating = lambda hidden, stock=stock: calls.append(1) or stock(hidden)
+        monitor, sink = watch(model)
+        values = step(model, monitor, sink)
+        # Once by the model, once for all probes; the flip rate needs no third one.
+        assert len(calls) == 2 * len(model.layers)
+        assert values["moe/flip_rate/max"] == 0.0
+        assert values["moe/z_rms/max"] > 0
+        assert monitor._run.native == {}
+
     def test_replaced_logits_are_said_and_left_out(self, capsys):
         model = Model(moe_router_force_load_balancing=True)
         monitor, sink = watch(model)
