@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Distribution, find_namespace_packages, setup
 
 from tools.mpatch.pins import load_pins
 from tools.package.commands import Compiled, Wheel
@@ -27,6 +27,6 @@ setup(
     package_data={"": ["*"]},
     include_package_data=False,
     entry_points={"console_scripts": COMMANDS + (DEVELOPMENT if development else [])},
-    distclass=Compiled if (HERE / "megatron").is_dir() else None,
+    distclass=Compiled if (HERE / "megatron").is_dir() else Distribution,
     cmdclass={"bdist_wheel": Wheel},
 )

@@ -133,7 +133,7 @@ def test_options_that_make_no_sense_write_nothing(
 
 def test_libraries_for_another_cuda_are_named() -> None:
     pins = {"nvidia-cudnn-cu13": "9", "nvidia-nccl-cu12": "2", "torch": "2"}
-    check_cuda({"nvidia-cudnn-cu13": "9"}, Target("3.12", cuda="13"))
+    check_cuda({"nvidia-cudnn-cu13": "9", "some-libs-cu12": "1", "some-libs-cu13": "1"}, Target("3.12", cuda="13"))
     with pytest.raises(resolve.CannotGather, match="nvidia-nccl-cu12"):
         check_cuda(pins, Target("3.12", cuda="13"))
 

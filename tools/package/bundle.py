@@ -205,13 +205,14 @@ def _resolve(checkout: Checkout, wanted: Wanted, lock: Path) -> dict[str, str]:
 
 
 def check_cuda(pins: dict[str, str], target: Target) -> None:
-    """Refuse a set whose libraries are for another CUDA than the machine's.
+    """Refuse a set whose libraries are for another CUDA than the machine's. Some packages bring theirs for several.
 
     Raises:
         CannotGather: it names the libraries.
     """
     versions = {name: match[1] for name in pins if (match := re.search(r"-cu(\d+)$", name))}
-    wrong = sorted(name for name, major in versions.items() if major != target.cuda)
+    right = {name.removesuffix(f"-cu{major}") for name, major in versions.items() if major == target.cuda}
+    wrong = sorted(name for name, major in versions.items() if name.removesuffix(f"-cu{major}") not in right)
     if wrong:
         raise resolve.CannotGather(
             f"these packages are not for CUDA {target.cuda}",
