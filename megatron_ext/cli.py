@@ -34,7 +34,8 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),
     "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
     "doctor": Verb("megatron_ext.preflight.doctor", "say what is installed here and whether it fits together"),
-    "upcycle": Verb("megatron_ext.upcycle.cli", "make an MoE checkpoint from a dense one, and check it"),
+    "upcycle": Verb("megatron_ext.upcycle.cli", "make an MoE checkpoint from a dense one, or a larger MoE"),
+    "upcycle verify": Verb("megatron_ext.upcycle.verify_cli", "run source and target on one batch and compare"),
     "examples": Verb("megatron_ext.install.examples", "copy the launch scripts and the quickstart to a folder"),
 }
 
@@ -42,7 +43,7 @@ VERBS: dict[str, Verb] = {
 def main(argv: list[str] | None = None) -> int:
     """Run `megatron-moe`; return the exit status (0 good, 1 the thing asked about is wrong, 64 usage)."""
     words = sys.argv[1:] if argv is None else argv
-    name = words[0] if words else "--help"
+    name, rest = _split(words)
     if name in ("-h", "--help"):
         print(_help())
         return 0 if words else 64
@@ -59,13 +60,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         room = _room(name, verb)
         room.add_arguments(parser)
-        return int(room.run(parser.parse_args(words[1:])))
+        return int(room.run(parser.parse_args(rest)))
     except UserError as error:
         print(error.text(), file=sys.stderr)
         return error.exit_code
     except SystemExit as stop:
         # argparse exits with 2 on wrong usage; the house uses 64 for that and keeps 2 for "could not check".
         return 64 if stop.code == 2 else int(stop.code or 0)
+
+
+def _split(words: list[str]) -> tuple[str, list[str]]:
+    """Return the verb's name, of two words where such a verb exists, and what follows it."""
+    for count in (2, 1):
+        name = " ".join(words[:count])
+        if len(words) >= count and (name in VERBS or count == 1):
+            return name, words[count:]
+    return "--help", []
 
 
 def _room(name: str, verb: Verb) -> ModuleType:
@@ -95,7 +105,7 @@ def _version(*, as_json: bool) -> int:
 
 
 def _help() -> str:
-    rows = "\n".join(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items())
+    rows = "\n".join(f"  {name:<14} {verb.summary}" for name, verb in VERBS.items())
     last = "Every verb has --help. megatron-moe --version says which Megatron with which patches this is."
     return f"usage: megatron-moe VERB ...\n\n{rows}\n\n{last}"
 

@@ -1,4 +1,4 @@
-"""`megatron-moe upcycle DENSE MOE`: make an MoE checkpoint from a dense one, on one CPU process."""
+"""`megatron-moe upcycle SOURCE TARGET`: an MoE checkpoint from a dense one, or a larger MoE from an MoE, on one CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.upcycle import flags
+from megatron_ext.upcycle.source import Source
+from megatron_ext.upcycle.target import Content
 
 USAGE = """\
-Example, 8 experts of full width, two a token:
+Examples: 8 experts of full width, two a token; then twice as many experts:
 
   megatron-moe upcycle runs/dense/checkpoints runs/moe/checkpoints --num-experts 8 --router-topk 2
+  megatron-moe upcycle runs/moe/checkpoints runs/larger/checkpoints --num-experts 16 --new-experts drop
 
-Then train with --load runs/moe/checkpoints and the same MoE flags; --moe-use-upcycling stays off.
+Then train with --load on the new folder and the same MoE flags; --moe-use-upcycling stays off.
+`megatron-moe upcycle verify SOURCE TARGET` runs both on one batch and says whether the result is as expected.
 """
 
 
@@ -22,12 +26,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the verb's arguments."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = USAGE
-    parser.add_argument("source", type=Path, help="folder that the dense run saved to (torch_dist)")
+    parser.add_argument("source", type=Path, help="folder that the dense (or smaller MoE) run saved to: torch_dist")
     parser.add_argument("target", type=Path, help="new folder for the MoE checkpoint")
     flags.add_shape_flags(parser)
     flags.add_choice_flags(parser)
+    flags.add_growth_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="check and explain; write nothing")
     parser.add_argument("--json", action="store_true", help="print the result for programs")
+    parser.set_defaults(parser=parser)
 
 
 def run(args: Namespace) -> int:
@@ -37,16 +43,11 @@ def run(args: Namespace) -> int:
         UserError: what was asked for cannot be made of that checkpoint, or not there.
     """
     from megatron_ext.upcycle import explain, offline, target
-    from megatron_ext.upcycle import spec as specs
     from megatron_ext.upcycle.source import open_source
 
     source = open_source(args.source)
-    dense = specs.dense_from_args(source.args)
-    wish = flags.spec_from_flags(args, dense)
-    specs.check(dense, wish)
     where = offline.place_in_run(source, carry_schedule=args.carry_schedule)
-    content = offline.plan_content(source, dense, wish, carry_schedule=args.carry_schedule,
-                                   restart_data=args.restart_data)
+    content = _plan(source, args)
     if args.source.resolve() == args.target.resolve():
         raise UserError("source and target are the same folder", where=str(args.target), remedy="give a new folder")
     target.check_target(args.target, num_bytes=content.num_bytes)
@@ -64,3 +65,20 @@ def run(args: Namespace) -> int:
     elif not args.dry_run:
         print(f"written: {note['written']}")
     return 0
+
+
+def _plan(source: Source, args: Namespace) -> Content:
+    """Plan what the flags ask for; the source decides which of the two it is."""
+    from megatron_ext.upcycle import grow, grow_spec, offline
+    from megatron_ext.upcycle import spec as specs
+
+    if getattr(source.args, "num_experts", None):
+        moe = grow_spec.moe_from_args(source.args)
+        growth = flags.growth_from_flags(args, moe, args.parser)
+        return grow.plan_content(source, moe, growth, carry_schedule=args.carry_schedule,
+                                 restart_data=args.restart_data)
+    dense = specs.dense_from_args(source.args)
+    wish = flags.spec_from_flags(args, dense, args.parser)
+    specs.check(dense, wish)
+    return offline.plan_content(source, dense, wish, carry_schedule=args.carry_schedule,
+                                restart_data=args.restart_data)

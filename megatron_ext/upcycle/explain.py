@@ -12,14 +12,22 @@ from rich.table import Table
 from megatron_ext.upcycle.target import Block, Content
 
 KINDS = {
-    "exact": "the first loss equals the dense model's (1e-5 in fp32, 1e-3 in bf16)",
-    "close": "the first loss is near the dense model's, not equal",
+    "exact": "the first loss equals the source's (1e-5 in fp32, 1e-3 in bf16)",
+    "close": "the first loss is near the source's, not equal",
     "changed": "the function changes; expect a higher first loss",
 }
 
 
 def explain(note: Mapping[str, Any], num_bytes: int) -> None:
     """Print what will be made, with the reason for each choice."""
+    table = _growth(note) if "growth" in note else _from_dense(note)
+    table.add_row("size", f"{num_bytes / 1e9:.2f} GB, without optimizer state")
+    table.add_row("expect", f"{note['expectation']['kind']}: {KINDS[note['expectation']['kind']]}")
+    table.add_row("", f"because {note['expectation']['why']}")
+    Console(soft_wrap=True).print(table)
+
+
+def _from_dense(note: Mapping[str, Any]) -> Table:
     moe, dense, factors = note["moe"], note["dense"], note["factors"]
     rule = moe["rule"]
     count = note["granularity"]
@@ -31,10 +39,40 @@ def explain(note: Mapping[str, Any], num_bytes: int) -> None:
     table.add_row("router", _router(moe, note["router_std"], count))
     if moe["shared_ffn"]:
         table.add_row("shared", f"width {moe['shared_ffn']}, last projection zero: no effect until it learns")
-    table.add_row("size", f"{num_bytes / 1e9:.2f} GB, without optimizer state")
-    table.add_row("expect", f"{note['expectation']['kind']}: {KINDS[note['expectation']['kind']]}")
-    table.add_row("", f"because {note['expectation']['why']}")
-    Console(soft_wrap=True).print(table)
+    return table
+
+
+def _growth(note: Mapping[str, Any]) -> Table:
+    growth, rule = note["growth"], note["smaller"]["rule"]
+    times, total = growth["multiple"], growth["multiple"] * rule["num_experts"]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("from", f"{note['source']} ({note['consumed_train_samples']} samples consumed)")
+    word = "new" if growth["new_experts"] == "random" else "copy" if times == 2 else "copies"
+    table.add_row("experts", f"{rule['num_experts']} become {total}: beside each {times - 1} {word}")
+    table.add_row("top-k", f"{growth['topk']} of {total} (before: {rule['topk']} of {rule['num_experts']})")
+    table.add_row("new ones", _new_experts(growth))
+    if growth["new_experts"] != "random":
+        table.add_row("router", _perturbation(growth))
+    return table
+
+
+def _new_experts(growth: Mapping[str, Any]) -> str:
+    noise = f", noise of {growth['expert_noise']:g} of each tensor" if growth["expert_noise"] else ""
+    return {
+        "copy": f"copies{noise}",
+        "drop": f"copies with {growth['drop_share']:.0%} of their channels drawn anew from the statistics of what they "
+        f"replace (Drop-Upcycling, arXiv 2502.19261){noise}",
+        "random": "drawn as Megatron initializes, their router rows too",
+    }[growth["new_experts"]]
+
+
+def _perturbation(growth: Mapping[str, Any]) -> str:
+    parts = [f"noise of {growth['router_noise']:g} of each row"] if growth["router_noise"] else []
+    parts += [f"a shift of {growth['router_shift']:g} rows for each set of copies"] if growth["router_shift"] else []
+    equal = "the rows again, unchanged: copies get the same logits"
+    if growth["new_experts"] == "copy" and not growth["expert_noise"]:
+        equal += " and the same gradients, so they never part"
+    return f"the rows again, with {' and '.join(parts)}" if parts else equal
 
 
 def progress_bar(content: Content, *, quiet: bool) -> tuple[Progress, Callable[[Block], None]]:

@@ -28,6 +28,9 @@ FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
 BIASES = ("linear_fc1.bias", "linear_fc2.bias")
 NORM = "linear_fc1.layer_norm_"
 NOTE = "upcycle.json"
+# What `upcycle.json` says under "kind"; `grow.GROW` is the other.
+DENSE = "dense"
+COMMON = "common_state/shard_0_1"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def place_in_run(source: Source, *, carry_schedule: bool) -> Where:
     iteration = int(source.common.get("iteration", 0))
     if not iteration or "opt_param_scheduler" not in source.common:
         raise UserError(
-            "the dense checkpoint has no schedule to carry on",
+            "the checkpoint has no schedule to carry on",
             where=str(source.folder),
             why="it is a release, or was saved with --no-save-optim",
             remedy="leave --carry-schedule out",
@@ -69,21 +72,20 @@ def plan_content(source: Source, dense: specs.Dense, spec: specs.MoeSpec, *, car
         blocks=tuple(_blocks(source, dense, spec)),
         objects={
             **dict(_objects(source, spec)),
-            "common_state/shard_0_1": saved_bytes(
-                common_state(source, spec, carry_schedule=carry_schedule, restart_data=restart_data)
-            ),
+            COMMON: saved_bytes(common_state(source, moe_args(source.args, spec), carry_schedule=carry_schedule,
+                                             restart_data=restart_data)),
         },
         notes={NOTE: note(source, dense, spec)},
     )
 
 
-def common_state(source: Source, spec: specs.MoeSpec, *, carry_schedule: bool, restart_data: bool) -> dict[str, Any]:
-    """Return Megatron's common state for the MoE: the dense run's arguments with the MoE's shape.
+def common_state(source: Source, args: Namespace, *, carry_schedule: bool, restart_data: bool) -> dict[str, Any]:
+    """Return Megatron's common state for the new checkpoint; `args` are the source's with the new shape.
 
     The optimizer's state is left out: it belongs to other weights.
     """
     where = place_in_run(source, carry_schedule=carry_schedule)
-    args = moe_args(source.args, spec)
+    args = copy.copy(args)
     if restart_data:
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
     args.iteration = where.iteration
@@ -126,6 +128,7 @@ def note(source: Source, dense: specs.Dense, spec: specs.MoeSpec) -> dict[str, A
     count = specs.check(dense, spec)
     return {
         "schema": 1,
+        "kind": DENSE,
         "source": str(source.folder.absolute()),
         "source_iteration": source.iteration,
         "consumed_train_samples": getattr(source.args, "consumed_train_samples", 0),
@@ -148,7 +151,7 @@ def _blocks(source: Source, dense: specs.Dense, spec: specs.MoeSpec) -> Iterator
         for found in understand(name, num_layers=dense.num_layers):
             layer = found.layer
             if layer is None:
-                yield from _copied(source, name)
+                yield from copied(source, name)
             elif is_moe(layer, spec) and found.short.startswith(MLP) and not found.short.startswith(MLP + NORM):
                 layers[layer.prefix] = layer
                 mlps.setdefault(layer.prefix, {})[found.short.removeprefix(MLP)] = name
@@ -186,7 +189,8 @@ def new_short(short: str, layer: Layer, spec: specs.MoeSpec) -> str:
     return new + short.removeprefix(old) if short.startswith(old) else short
 
 
-def _copied(source: Source, name: str) -> Iterator[Block]:
+def copied(source: Source, name: str) -> Iterator[Block]:
+    """Yield a tensor's blocks as they are stored."""
     stored = source.tensors[name]
     for piece in stored.pieces:
         yield Block(name, stored.shape, stored.dtype, piece.offsets, piece.sizes,

@@ -70,11 +70,11 @@ def total_weight(rule: RouterRule) -> TotalWeight:
 
 def check_rule(rule: RouterRule, granularity: int) -> None:
     """Raise UserError where tokens could not choose whole copies."""
-    if rule.topk > rule.num_experts:
+    if not 1 <= rule.topk <= rule.num_experts:
         raise UserError(
-            "a token cannot choose more experts than there are",
+            "a token chooses at least one expert, and cannot choose more experts than there are",
             where=f"top-k {rule.topk}, {rule.num_experts} experts",
-            remedy=f"ask for a top-k of at most {rule.num_experts}",
+            remedy=f"ask for a top-k of 1 to {rule.num_experts}",
         )
     if rule.topk % granularity:
         raise UserError(

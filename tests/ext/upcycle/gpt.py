@@ -125,14 +125,21 @@ def config(shape: Shape, layout: Layout, moe: Moe | None = None) -> Any:
     return TransformerConfig(**values)
 
 
-def args_of(shape: Shape) -> Namespace:
-    """Return the training arguments that a dense checkpoint of this shape carries."""
-    return Namespace(
+def args_of(shape: Shape, moe: Moe | None = None) -> Namespace:
+    """Return the training arguments that a checkpoint of this shape carries."""
+    args = Namespace(
         num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn, num_attention_heads=4,
         swiglu=shape.gated, squared_relu=shape.activation == "squared_relu", add_bias_linear=shape.biases,
         transformer_impl="local", init_method_std=init_std(shape), num_experts=None, consumed_train_samples=48,
-        consumed_valid_samples=4, iteration=12,
+        consumed_valid_samples=4, iteration=12, normalization="RMSNorm", position_embedding_type="rope",
+        untie_embeddings_and_output_weights=not shape.tied, max_position_embeddings=SEQ, seq_length=SEQ,
+        mtp_num_layers=shape.mtp,
     )  # fmt: skip
+    if moe is not None:
+        more = {"num_experts": moe.experts, "moe_router_topk": moe.topk, "moe_ffn_hidden_size": moe.ffn,
+                "moe_layer_freq": moe.freq, "moe_router_load_balancing_type": "none", **moe.more}
+        vars(args).update(more)
+    return args
 
 
 def build(shape: Shape, layout: Layout, moe: Moe | None = None) -> list[Any]:
@@ -198,10 +205,10 @@ def save(chunks: list[Any], root: Path, common: dict[str, Any], *, iteration: in
     torch.distributed.barrier()
 
 
-def save_dense(chunks: list[Any], root: Path, shape: Shape) -> None:
-    """Save a dense model with the arguments that an upcycling reads."""
+def save_dense(chunks: list[Any], root: Path, shape: Shape, moe: Moe | None = None) -> None:
+    """Save a dense model, or with `moe` an MoE, with the arguments that an upcycling reads."""
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    save(chunks, root, {"args": args_of(shape), "content_metadata": content,
+    save(chunks, root, {"args": args_of(shape, moe), "content_metadata": content,
                         "opt_param_scheduler": {"num_steps": 48, "max_lr": 1e-3}})
 
 

@@ -55,7 +55,8 @@ def test_no_checkpoint_and_an_existing_target_are_refused(dense, tmp_path, capsy
     assert "no checkpoint here" in refusal(capsys, tmp_path, tmp_path / "moe", *moe_flags(Moe()))
     assert main(["upcycle", str(dense), str(tmp_path / "moe"), *moe_flags(Moe())]) == 0
     assert "already holds a checkpoint" in refusal(capsys, dense, tmp_path / "moe", *moe_flags(Moe()))
-    assert "MoE already" in refusal(capsys, tmp_path / "moe", tmp_path / "more", *moe_flags(Moe()))
+    grown = refusal(capsys, tmp_path / "moe", tmp_path / "more", *moe_flags(Moe(16)), "--scaling", "none")
+    assert "does not fit this source" in grown
 
 
 def test_a_cut_data_file_and_a_missing_tensor_are_named(dense, tmp_path, capsys):
