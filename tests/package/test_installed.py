@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from packing import ROOT, Installed, environment
 
+from tools.mpatch.pins import SdistBase, load_pins
+
 GUARD = "import megatron.core; from megatron_ext import guard; print(guard.check_imported())"
 ROUTER = "megatron/core/transformer/moe/router.py"
 # What the guard says once the router is imported; importing all of Megatron takes seconds and adds nothing here.
@@ -158,3 +160,20 @@ def test_quickstart_from_the_installed_examples(series: str, tmp_path: Path) -> 
     assert (made.home / "runs/quickstart/report.html").stat().st_size > 10_000
     assert made.run("python", "-m", "pip", "uninstall", "-q", "-y", "megatron-moe").returncode == 0
     assert {path for path in made.listing() - before if "__pycache__" not in path} == set()
+
+
+@pytest.mark.nightly
+def test_the_real_megatron_core_over_ours_is_seen_and_mended(installed: Installed, wheel: Path) -> None:
+    """The release itself, from the index, installed over the wheel; then the remedy that doctor names."""
+    pins = load_pins(ROOT / "upstream.toml")
+    base = pins.base()
+    assert isinstance(base, SdistBase)
+    installed.uv("install", "-q", "--no-deps", f"{base.package}=={base.version}")
+    found = _findings(installed, 1)
+    assert f"{base.package} {base.version}" in found["installed Megatron"]["value"]
+    # Each file that the series touches, unpatched; and the index's wheel brings a helper of its own.
+    touched = json.loads((installed.site / "megatron_ext/_files.json").read_text())["touched"]
+    assert f"{len(touched) + 1} changed" in found["Megatron's files"]["value"]
+    installed.uv("uninstall", "-q", base.package)
+    installed.uv("install", "-q", "--no-deps", "--no-index", "--reinstall", str(wheel))
+    assert "installed Megatron" not in _findings(installed, 0)
