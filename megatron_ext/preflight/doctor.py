@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import sysconfig
 from pathlib import Path
 
 from megatron_ext.errors import UserError
@@ -53,10 +54,11 @@ def _megatron() -> list[Finding]:
     spec = importlib.util.find_spec("megatron")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     core = next((place for place in places if (place / "core").is_dir()), None)
-    helper = core is not None and list((core / "core" / "datasets").glob("helpers_cpp*.so"))
+    # One that was compiled for another Python cannot be imported.
+    name = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     value = str(core) if core else "not importable"
-    if not helper:
-        return [*findings, Finding("dataset helper", HERE, "bad", value, "helpers_cpp compiled", remedy)]
+    if core is None or not (core / "core" / "datasets" / name).is_file():
+        return [*findings, Finding("dataset helper", HERE, "bad", value, name, remedy)]
     return [*findings, Finding("dataset helper", HERE, "good", value)]
 
 

@@ -43,8 +43,12 @@ def test_doctor_proves_the_installed_files_and_sees_damage(installed: Installed)
         with (installed.site / name).open("a") as stream:
             stream.write("# edited\n")
     (installed.site / "megatron/core/stray.py").write_text("")
+    (helper,) = installed.site.glob("megatron/core/datasets/helpers_cpp*.so")
+    helper.rename(helper.with_name("helpers_cpp.cpython-399-x86_64-linux-gnu.so"))
     found = _findings(installed, 1)
     assert ROUTER in found["Megatron's files"]["value"]
+    assert found["dataset helper"]["status"] == "bad"
+    assert "1 missing, e.g. megatron/core/datasets/helpers_cpp" in found["Megatron's files"]["value"]
     assert "1 foreign, e.g. megatron/core/stray.py" in found["Megatron's files"]["value"]
     assert "2 changed" in found["the wheel's files"]["value"]
     assert "force-reinstall" in found["the wheel's files"]["remedy"]
