@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
 def main(argv: list[str] | None = None) -> int:
     """Run `megatron-moe`; return the exit status (0 good, 1 the thing asked about is wrong, 64 usage)."""
     words = sys.argv[1:] if argv is None else argv
-    name, rest = _split(words)
+    name, rest = verb_and_rest(words)
     if name in ("-h", "--help"):
         print(_help())
         return 0 if words else 64
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return 64 if stop.code == 2 else int(stop.code or 0)
 
 
-def _split(words: list[str]) -> tuple[str, list[str]]:
+def verb_and_rest(words: list[str]) -> tuple[str, list[str]]:
     """Return the verb's name, of two words where such a verb exists, and what follows it."""
     for count in (2, 1):
         name = " ".join(words[:count])

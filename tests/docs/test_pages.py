@@ -10,7 +10,7 @@ import urllib.parse
 import pytest
 from pages import ROOT, Command, anchors, blocks, commands, links, pages
 
-from megatron_ext.cli import VERBS
+from megatron_ext.cli import VERBS, verb_and_rest
 from tools.mpatch.cli import parser as mpatch_parser
 
 PATH = re.compile(r"(?<![\w./-])(?:examples|docker|tools|benchmarks|tests|docs|patches)/[\w./-]+\w")
@@ -53,7 +53,7 @@ def test_the_pages_hold_commands() -> None:
 
 @pytest.mark.parametrize("command", _ours(), ids=str)
 def test_megatron_moe_takes_the_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    name, *words = command.words[1:]
+    name, words = verb_and_rest(list(command.words[1:]))
     if name in ("--version", "--help"):
         return
     if name.isupper():  # a form, not a command: megatron-moe VERB
