@@ -90,6 +90,19 @@ def train(flags: Sequence[str], *, ranks: int = 2, device: str = "cpu") -> subpr
     )
 
 
+def megatron_moe(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the command's other verbs to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(),
+        cwd=ROOT,
+        check=False,
+    )
+
+
 def train_and_kill(flags: Sequence[str], *, after_step: int, log: Path, ranks: int = 2) -> None:
     """Start a training and SIGKILL all its processes once a step is logged."""
     with log.open("w") as out:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from megatron_run import MOCK, MODEL, MOE, TRAIN, consumed, losses, train, train_and_kill
+from megatron_run import MOCK, MODEL, MOE, TRAIN, consumed, losses, megatron_moe, train, train_and_kill
 
 from megatron_ext.tracking import rundir
 
@@ -68,6 +68,22 @@ def test_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(dense
     history = [(row.step, row.metrics["lm loss"]) for row in run.rows if "lm loss" in row.metrics]
     assert history == [(row.step, row.metrics["lm loss"]) for row in reference.rows if "lm loss" in row.metrics]
     assert len(run.info.starts) == 2
+
+
+def test_a_run_s_checkpoint_is_upcycled_grown_and_verified_by_the_commands(dense: Dense, tmp_path: Path) -> None:
+    """The arguments of a real training start are many more than those that the quick tests give."""
+    moe, larger = tmp_path / "moe", tmp_path / "larger"
+    for words in (
+        ["upcycle", dense.checkpoints, moe, "--num-experts", "8", "--moe-ffn-hidden-size", "32"],
+        ["upcycle", moe, larger, "--num-experts", "16", "--router-topk", "4", "--router-noise", "0"],
+    ):
+        made = megatron_moe(*map(str, words))
+        assert made.returncode == 0, made.stderr[-3000:]
+    for source, target in ((dense.checkpoints, moe), (moe, larger)):
+        done = megatron_moe("upcycle", "verify", str(source), str(target))
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        assert "promised  exact" in done.stdout
+        assert done.stdout.rstrip().endswith("verdict: as promised")
 
 
 def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_path: Path) -> None:
