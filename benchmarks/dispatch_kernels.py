@@ -10,6 +10,7 @@ written) in the same run. The cases are those of the handbook's layer: hidden 2,
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -52,8 +53,11 @@ class Case:
 
 
 def time_ms(run: Callable[[], object], repeats: int = 30) -> float:
-    """Median of single runs with a cold L2: a buffer larger than it is rewritten between runs."""
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    """Median of single runs with a cold L2: a buffer larger than it is rewritten between runs.
+
+    The rewriting takes longer than Python needs to launch the run behind it, so that no launch is in the time.
+    """
+    flush = torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")
     for _ in range(3):
         run()
     times = []
@@ -159,32 +163,45 @@ def routing_ms() -> dict[str, float]:
     }
 
 
-def tune(blocks: list[int]) -> list[dict[str, object]]:
-    """Try tile sizes; the best of each go to `kernels.SPREAD_TILE` and `SUM_TILE`."""
-    found: list[dict[str, object]] = []
-    for block in blocks:
-        for warps in (1, 2, 4, 8, 16):
-            tile = kernels.Tile(block, warps)
-            for case in cases(tile, tile):
-                rate = case.moved_bytes / time_ms(case.run, 10) / 1e9
-                found.append({"operation": case.name, "block_bytes": block, "num_warps": warps, "tb_per_s": rate})
-    for name in dict.fromkeys(row["operation"] for row in found):
-        best = sorted((r for r in found if r["operation"] == name), key=lambda r: -float(str(r["tb_per_s"])))[:4]
-        print(name, *(f"{r['block_bytes']}/{r['num_warps']}: {r['tb_per_s']:.2f}" for r in best), sep="  ")
-    return found
+def tune(blocks: list[int]) -> tuple[list[dict[str, object]], kernels.Tile, kernels.Tile]:
+    """Try tiles; return what each reached, and for each kernel the tile that is nearest to the best in every case."""
+    rates: dict[kernels.Tile, dict[str, float]] = {}
+    for block, warps, copies in itertools.product(blocks, (2, 4, 8), (8, 16)):
+        tile = kernels.Tile(block, warps, copies)
+        # The number of copies is for sums only.
+        tried = [case for case in cases(tile, tile) if copies == 8 or case.name.startswith("sum")]
+        rates[tile] = {case.name: case.moved_bytes / time_ms(case.run, 10) / 1e9 for case in tried}
+    best = {name: max(rate.get(name, 0.0) for rate in rates.values()) for name in next(iter(rates.values()))}
+
+    def nearest(kernel: str) -> kernels.Tile:
+        names = [name for name in best if name.startswith(kernel)]
+        return max(rates, key=lambda tile: min(rates[tile].get(name, 0.0) / best[name] for name in names))
+
+    for name in best:
+        order = sorted((tile for tile in rates if name in rates[tile]), key=lambda tile: -rates[tile][name])[:4]
+        print(name, *(f"{t.block_bytes}/{t.num_warps}/{t.copies}: {rates[t][name]:.2f}" for t in order), sep="  ")
+    found = [{**asdict(tile), "tb_per_s": rate} for tile, rate in rates.items()]
+    return found, nearest("spread"), nearest("sum")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON here")
     parser.add_argument(
-        "--tune", type=int, nargs="*", metavar="BLOCK_BYTES", help="try tiles of these sizes first (1024 to 8192)"
+        "--tune",
+        type=int,
+        nargs="*",
+        metavar="BLOCK_BYTES",
+        help="try tiles of these sizes first (1024 to 8192) and measure with the best",
     )
     args = parser.parse_args()
     record: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    spread, total = kernels.SPREAD_TILE, kernels.SUM_TILE
     if args.tune is not None:
-        record["tune"] = tune(args.tune or [1024, 2048, 4096, 8192])
-    rows = [measure(case) for case in cases(kernels.SPREAD_TILE, kernels.SUM_TILE)]
+        record["tune"], spread, total = tune(args.tune or [1024, 2048, 4096, 8192])
+    record["tiles"] = {"spread": asdict(spread), "sum": asdict(total)}
+    print("tiles:", spread, total)
+    rows = [measure(case) for case in cases(spread, total)]
     print(f"{'operation':<36}{'GB':>7}{'ms':>8}{'TB/s':>7}{'copy':>7}{'share':>7}{'torch ms':>10}")
     for row in rows:
         print(

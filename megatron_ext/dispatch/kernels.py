@@ -1,11 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Triton kernels for `rows.py`: `spread_rows` (each row is read once and written to its slots) and
-`sum_rows` (each row's copies are read, added in fp32 in column order, and written once).
+"""Triton kernels for `rows.py`: `spread_rows` (each row is read once and written to its slots) and `sum_rows` (each
+row's copies are read, added in fp32 in column order, and written once).
 
-Both move whole rows of a few KiB; the goal is the speed of a copy. One program takes one row. Row strides
-are passed in units of 16 bytes where they are multiples of it, so that the compiler sees the alignment and
-loads 16 bytes a thread even when a packed row is no power of two. `benchmarks/dispatch_kernels.py`
-measures them against a copy.
+Both move whole rows of a few KiB; the goal is the speed of a copy. A program of `spread_rows` takes one row; one of
+`sum_rows` takes as many rows as have `Tile.copies` copies: with two copies a row, one row would leave too few loads in
+flight to hide the way from slot to row. Row strides are passed in units of 16 bytes where they are multiples of it, so
+that the compiler sees the alignment and loads 16 bytes a thread even when a packed row is no power of two.
+`benchmarks/dispatch_kernels.py` measures them against a copy.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ class Tile:
     Args:
         block_bytes: Bytes of a row that one pass of a program covers.
         num_warps: Warps of a program.
+        copies: Copies that a program of `sum_rows` reads in one pass; at least those of one row.
     """
 
     block_bytes: int
     num_warps: int
+    copies: int = 8
 
 
 # Found by benchmarks/dispatch_kernels.py --tune.
-SPREAD_TILE = Tile(block_bytes=2048, num_warps=4)
+SPREAD_TILE = Tile(block_bytes=8192, num_warps=8)
 SUM_TILE = Tile(block_bytes=2048, num_warps=4)
 
 
@@ -63,9 +66,7 @@ def _spread_kernel(
             slot = tl.load(slots + row * K + k).to(tl.int64)
             is_far = slot < boundary
             tl.store(far + slot * far_stride * UNIT + cols, value, mask=inside & is_far & (slot >= 0))
-            tl.store(
-                near + (slot - boundary) * near_stride * UNIT + cols, value, mask=inside & (slot >= boundary)
-            )
+            tl.store(near + (slot - boundary) * near_stride * UNIT + cols, value, mask=inside & (slot >= boundary))
 
 
 @triton.jit
@@ -74,6 +75,7 @@ def _sum_kernel(
     far,  # [F, H]
     near,  # [N, H]
     out,  # [T, H]
+    num_rows,  # T
     boundary,  # F
     far_stride,  # in units
     near_stride,
@@ -81,30 +83,31 @@ def _sum_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_NEAR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for start in tl.static_range(0, H, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        inside = cols < H
-        total = tl.zeros((BLOCK,), dtype=ACC)
+        cols = (start + tl.arange(0, BLOCK))[None, :]
+        inside = (rows < num_rows)[:, None] & (cols < H)
+        total = tl.zeros((ROWS, BLOCK), dtype=ACC)
         for k in tl.static_range(K):
-            slot = tl.load(slots + row * K + k).to(tl.int64)
+            slot = tl.load(slots + rows * K + k, mask=rows < num_rows, other=-1).to(tl.int64)[:, None]
             is_far = (slot >= 0) & (slot < boundary)
-            is_near = slot >= boundary
-            # One of the two masks is empty: one row is read, and a missing one adds an exact zero.
             part = tl.load(far + slot * far_stride * UNIT + cols, mask=inside & is_far, other=0.0)
-            own = tl.load(
-                near + (slot - boundary) * near_stride * UNIT + cols, mask=inside & is_near, other=0.0
-            )
-            total += tl.where(is_far, part, own).to(ACC)
-        tl.store(out + row * out_stride * UNIT + cols, total.to(out.dtype.element_ty), mask=inside)
+            if HAS_NEAR:
+                # One of the two masks is empty: one row is read, and a missing one adds an exact zero.
+                own = tl.load(
+                    near + (slot - boundary) * near_stride * UNIT + cols, mask=inside & (slot >= boundary), other=0.0
+                )
+                part = tl.where(is_far, part, own)
+            total += part.to(ACC)
+        tl.store(out + rows[:, None] * out_stride * UNIT + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
-def spread_rows(
-    src: Tensor, slots: Tensor, far: Tensor, near: Tensor | None, tile: Tile = SPREAD_TILE
-) -> None:
+def spread_rows(src: Tensor, slots: Tensor, far: Tensor, near: Tensor | None, tile: Tile = SPREAD_TILE) -> None:
     """See `rows.spread_rows`."""
     near_rows = far if near is None else near
     boundary = torch.iinfo(torch.int32).max if near is None else len(far)
@@ -135,17 +138,22 @@ def sum_rows(slots: Tensor, far: Tensor, near: Tensor | None, out: Tensor, tile:
     tensors = (far, near_rows, out)
     item = out.element_size()
     unit = 16 // item if all(_alignment(t) % 16 == 0 for t in tensors) else 1
-    _sum_kernel[(out.shape[0],)](
+    columns = slots.shape[1]
+    rows = max(1, tile.copies // int(triton.next_power_of_2(columns)))
+    _sum_kernel[(triton.cdiv(out.shape[0], rows),)](
         slots,
         far,
         near_rows,
         out,
+        out.shape[0],
         boundary,
         *(t.stride(0) // unit for t in tensors),
         H=out.shape[1],
-        K=slots.shape[1],
+        K=columns,
         UNIT=unit,
+        ROWS=rows,
         BLOCK=_block(out.shape[1] * item, tile) // item,
+        HAS_NEAR=near is not None,
         ACC=tl.float64 if out.dtype == torch.float64 else tl.float32,
         num_warps=tile.num_warps,
     )
