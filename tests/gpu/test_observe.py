@@ -87,7 +87,8 @@ def test_the_monitor_under_te_grouped_gemm(tmp_path, root):
 
     flags = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
     --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-4 --lr-decay-style constant --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 127 --split 100,0,0 --eval-iters 0 --eval-interval 100 --num-experts 8 --moe-router-topk 2
+    --tokenizer-type NullTokenizer --vocab-size 127 --split 100,0,0 --eval-iters 0 --eval-interval 100
+    --num-experts 8 --moe-router-topk 2
     --moe-ffn-hidden-size 256 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
     --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --bf16
     --moe-grouped-gemm --moe-shared-expert-intermediate-size 256 --moe-shared-expert-overlap
