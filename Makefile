@@ -8,7 +8,7 @@ PY := .venv/bin/python
 help:
 	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
 	@echo "make test    set everything up, then run the tests"
-	@echo "make test-ranks  the tests on eight processes over gloo"
+	@echo "make test-ranks  the tests on many processes over gloo"
 	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
 	@echo "make lint    ruff, mypy, shellcheck"
 	@echo "make docs    the API reference from the docstrings: build/api/index.html"
@@ -29,7 +29,7 @@ test: setup lint
 	@$(PY) -m pytest tests -m "not gpu and not nightly and not ranks"
 
 test-ranks: setup
-	@$(PY) -m pytest tests/ranks -m ranks --durations=5
+	@$(PY) -m pytest tests -m ranks --durations=5
 
 lint: venv
 	@.venv/bin/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import process_groups
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -24,7 +25,7 @@ EXPERTS, TOKENS, VOCABULARY = 8, 16, 64
 
 def groups(expert_parallel: int) -> None:
     """Make Megatron's process groups anew, all ranks data parallel, and seed its random states."""
-    parallel_state.destroy_model_parallel()
+    process_groups.destroy_all()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(17, force_reset_rng=True)
     torch.manual_seed(17)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import process_groups
 import torch
 from torch.nn import functional as F
 
@@ -67,7 +68,7 @@ def use_groups(layout: Layout) -> None:
     """Make Megatron's process groups anew for a layout."""
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.destroy_model_parallel()
+    process_groups.destroy_all()
     # A layout of fewer ranks runs as data-parallel copies.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -223,6 +224,12 @@ def load(chunks: list[Any], folder: Path) -> None:
 
 def loss(chunks: list[Any], shape: Shape) -> float | None:
     """Return the mean next-token loss on a fixed batch, on the last pipeline stage (None elsewhere)."""
+    each = losses(chunks)
+    return float(torch.tensor(each).mean()) if each else None
+
+
+def losses(chunks: list[Any]) -> list[float] | None:
+    """Return the loss of each micro-batch of a fixed batch, on the last pipeline stage (None elsewhere)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     # Evaluation mode: Megatron trains an MoE under TP only with sequence parallelism, which the CPU lacks.
@@ -254,7 +261,7 @@ def loss(chunks: list[Any], shape: Shape) -> float | None:
             micro_batch_size=BATCH,
             forward_only=True,
         )
-    return float(torch.stack(total).mean()) if total else None
+    return torch.stack(total).tolist() if total else None
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,4 +292,6 @@ def moe_flags(moe: Moe) -> list[str]:
     return words
 
 
-__all__ = ["Layout", "Moe", "Shape", "build", "load", "loss", "moe_flags", "replace", "save_dense", "use_groups"]
+__all__ = [
+    "Layout", "Moe", "Shape", "build", "load", "loss", "losses", "moe_flags", "replace", "save_dense", "use_groups",
+]  # fmt: skip
