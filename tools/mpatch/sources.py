@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tarfile
 from dataclasses import dataclass
@@ -95,6 +94,9 @@ def sdist_file(
     return target, f"package index ({source.reason})"
 
 
+_NOWHERE = "/nonexistent/unpacked"
+
+
 def sdist_files(path: Path) -> dict[str, tuple[str, bytes]]:
     """Return mode and content of each file of an sdist, without its top folder. Runs nothing, writes nothing.
 
@@ -107,8 +109,9 @@ def sdist_files(path: Path) -> dict[str, tuple[str, bytes]]:
             if member.isdir():
                 continue
             try:
-                # The library's own judgement of absolute paths, `..`, links and devices.
-                tarfile.data_filter(member, os.devnull + "/unpacked")
+                # The library's own judgement of absolute paths, `..`, links and devices. It may look at the folder that
+                # it is told, so that must be none: below a file newer Pythons raise.
+                tarfile.data_filter(member, _NOWHERE)
                 stream = archive.extractfile(member) if member.isreg() else None
             except (tarfile.FilterError, KeyError) as error:
                 raise ArchiveUnsafe(
