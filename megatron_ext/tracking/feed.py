@@ -2,7 +2,7 @@
 [--once]`.
 
 OPTIONS is `TrackingOptions.to_plain()` as JSON. Without `--once` it follows the run until its stdin ends,
-which it does when training closes it or dies. Speaks to its parent in lines on stdout: `notice: ...`, and
+which it does when training ends (and says so) or dies. Speaks to its parent in lines on stdout: `notice: ...`, and
 with `--once` one of JSON.
 """
 
@@ -131,7 +131,8 @@ def _quiet_stdout() -> TextIO:
 
 def _stdin_ended(wait_s: float) -> bool:
     ready, _, _ = select.select([0], [], [], wait_s)
-    return bool(ready) and not os.read(0, 4096)
+    # The word END and the end of the pipe mean the same.
+    return bool(ready)
 
 
 @contextlib.contextmanager

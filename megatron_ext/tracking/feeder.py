@@ -21,6 +21,7 @@ CLOSE_WAIT_S = 60.0
 # Where it has already said that Trackio takes nothing, waiting longer would only hold up the job's end.
 CLOSE_WAIT_TROUBLED_S = 10.0
 NOTICE = "notice: "
+END = b"end\n"
 
 
 class TrackioFeeder:
@@ -55,6 +56,8 @@ class TrackioFeeder:
             return
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
+            # A word, not only the end of the pipe: a forked data loader worker holds our end open too.
+            self._process.stdin.write(END)
             self._process.stdin.close()
         limit_s = CLOSE_WAIT_TROUBLED_S if self._told else CLOSE_WAIT_S
         try:
@@ -79,8 +82,8 @@ class TrackioFeeder:
 
 
 def start_child(options: TrackingOptions) -> subprocess.Popen[bytes]:
-    """Start the feeding process for one run directory; it ends when its stdin closes, as it does when we
-    are killed.
+    """Start the feeding process for one run directory; it ends at the word END or when its stdin closes, as it does
+    when we are killed.
 
     Raises:
         OSError: The process cannot be started.

@@ -8,6 +8,7 @@ alerts(run_id, title, step).
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,21 +46,13 @@ class Tables:
 
     def rows(self) -> list[StoredRow]:
         """Return the run's rows in order of arrival."""
-        if not self._database.exists():
-            return []
-        with self._connection() as connection:
-            found = connection.execute(
-                "SELECT id, step, metrics FROM metrics WHERE run_id = ? ORDER BY id", (self._run_id,)
-            )
-            return [StoredRow(int(number), int(step), orjson.loads(text)) for number, step, text in found]
+        found = self._select("SELECT id, step, metrics FROM metrics WHERE run_id = ? ORDER BY id")
+        return [StoredRow(int(number), int(step), orjson.loads(text)) for number, step, text in found]
 
     def alerts(self) -> set[tuple[str, int]]:
         """Return (title, step) of the run's alerts."""
-        if not self._database.exists():
-            return set()
-        with self._connection() as connection:
-            found = connection.execute("SELECT title, step FROM alerts WHERE run_id = ?", (self._run_id,))
-            return {(str(title), int(step or 0)) for title, step in found}
+        found = self._select("SELECT title, step FROM alerts WHERE run_id = ?")
+        return {(str(title), int(step or 0)) for title, step in found}
 
     def delete(self, ids: Sequence[int]) -> None:
         """Take rows out by id."""
@@ -74,6 +67,20 @@ class Tables:
             return
         with self._connection() as connection:
             connection.execute("DELETE FROM metrics WHERE run_id = ? AND step >= ?", (self._run_id, step))
+
+    def _select(self, query: str) -> list[tuple[Any, ...]]:
+        if not self._database.exists():
+            return []
+        give_up = time.monotonic() + BUSY_S
+        while True:
+            try:
+                with self._connection() as connection:
+                    return connection.execute(query, (self._run_id,)).fetchall()
+            except sqlite3.OperationalError as error:
+                # Another run of the project may be making the database right now: file first, then table by table.
+                if not str(error).startswith("no such table") or time.monotonic() > give_up:
+                    raise
+            time.sleep(0.1)
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sqlite3
@@ -98,6 +99,23 @@ def test_two_runs_at_once_on_one_database(tmp_path: Path, kept) -> None:
     assert kept.runs() == {"dense", "moe"}
     for name in ("dense", "moe"):
         assert sorted(step for step, _ in kept.rows(name)) == list(range(1, 121))
+
+
+def test_end_is_heard_though_a_forked_worker_holds_the_pipe(make_args, kept, caplog) -> None:
+    """As with `--num-workers 1` and an exit in mid-training: the loader's worker outlives the writer."""
+    writer = tracking.RunWriter.from_args(make_args(), {})
+    assert writer is not None
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True)
+    worker.start()
+    writer.scalars(1, {"x": 1.0})
+    with caplog.at_level(logging.WARNING):
+        writer.close()
+    alive = worker.is_alive()
+    worker.kill()
+    worker.join()
+    assert alive
+    assert caplog.messages == []
+    assert [step for step, _ in kept.rows()] == [1]
 
 
 def test_equal_names_in_two_places_stay_two_runs(make_args, tmp_path: Path, kept) -> None:
