@@ -44,7 +44,7 @@ GresTypes=gpu
 KillWait=30
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs={cpus} \
 RealMemory=2000 Gres=gpu:8
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=60 State=UP
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
 
