@@ -112,6 +112,13 @@ _ALARMS = (
         "watch max_vio, not the loss; balance with --moe-router-enable-expert-bias",
         "blind-loss",
     ),
+    AlarmName(
+        "outlier_rank", "sniff_outliers",
+        "a rank is off the median by more than 10 % in Megatron's GPU sniff test (--gpu-sniff-test-interval)",
+        "Every step waits for the slowest GPU and link.",
+        "stop, take that node out (sbatch --exclude=NODE), and run `megatron-moe preflight` on it",
+        "outlier-rank",
+    ),
 )  # fmt: skip
 
 ALARMS: dict[str, AlarmName] = {alarm.name: alarm for alarm in _ALARMS}

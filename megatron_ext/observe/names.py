@@ -362,6 +362,16 @@ _STEP = (
         "How many alarms stand; alarms.jsonl says which.", Worse.UP,
     ),
     Metric(
+        "sniff_outliers", "Outlier ranks", "ranks",
+        "ranks off the median in any test of Megatron's GPU sniff test", "step", Source.STEP,
+        "0: all GPUs and links alike. Only on steps with a test (--gpu-sniff-test-interval).", Worse.UP,
+    ),
+    Metric(
+        "sniff_off", "Outlier rank's distance", "",
+        "|value / median - 1| of the rank's worst test", "step", Source.STEP,
+        "0.1: a tenth off the median. Only for outlier ranks.", Worse.UP,
+    ),
+    Metric(
         "peak_memory", "Peak memory", "bytes",
         "largest allocation so far", "step", Source.STEP,
         "Every rank's, not the mean.", Worse.UP,

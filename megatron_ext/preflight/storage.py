@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def judge_disk(node: str, directory: Path, need_bytes: int) -> list[Finding]:
     where = f"{node}:{directory}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        seconds = _write_and_read(directory / f".probe-{node}-{os.getpid()}")
+        seconds = write_probe(directory)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         why = "a file can be written and read"
@@ -65,7 +66,18 @@ def file_system_of(path: Path) -> str:
     return kind
 
 
-def _write_and_read(probe: Path) -> float:
+def nearest_folder(path: Path) -> Path:
+    """Return `path` where it is a folder, else the nearest folder above it."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def write_probe(directory: Path) -> float:
+    """Write, sync, read back and remove 8 MiB in `directory`; return the seconds that the write took.
+
+    Raises:
+        OSError: It cannot be written, or what was read is not what was written.
+    """
+    probe = directory / f".probe-{platform.node()}-{os.getpid()}"
     content = os.urandom(PROBE_BYTES)
     start = time.monotonic()
     try:

@@ -40,6 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_environment(*, asked: str = "auto", environ: Mapping[str, str] = os.environ) -> str:
+    """Refuse settings with which NCCL would choose another network than asked for; writes nothing.
+
+    Args:
+        asked: `args.moe_ext_transport`.
+        environ: Where NCCL reads its settings.
+
+    Returns:
+        The network that every rank must use: one of `FABRICS`, "auto" resolved.
+
+    Raises:
+        UserError: NCCL_NET_PLUGIN or FI_PROVIDER is wrong for it.
+    """
+    fabric = expected_fabric(asked, environ, _num_nodes(environ))
+    bad = [row for row in judge_environment(node_name(environ), environ, fabric) if row.status == "bad"]
+    if bad and fabric != "off":
+        raise _refusal(bad)
+    return fabric
+
+
 def prepare_transport_log(
     directory: Path, *, asked: str = "auto", environ: MutableMapping[str, str] = os.environ
 ) -> Path | None:
@@ -56,12 +76,8 @@ def prepare_transport_log(
     Raises:
         UserError: NCCL_NET_PLUGIN or FI_PROVIDER would make NCCL choose another network.
     """
-    fabric = expected_fabric(asked, environ, _num_nodes(environ))
-    if fabric == "off":
+    if refuse_environment(asked=asked, environ=environ) == "off":
         return None
-    bad = [row for row in judge_environment(node_name(environ), environ, fabric) if row.status == "bad"]
-    if bad:
-        raise _refusal(bad)
     rank = int(environ.get("RANK", "0"))
     log = directory / f"rank-{rank:05d}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,25 @@ def check_before_start(args: Namespace) -> None:
         from megatron_ext import data
 
         data.verify_for_training(data.load_manifest(Path(args.moe_ext_manifest)), args)
+    if args.rank == 0:
+        _check_disk(args)
+
+
+def _check_disk(args: Namespace) -> None:
+    from megatron_ext.preflight.storage import nearest_folder, write_probe
+
+    for flag, folder in (("--save", args.save), ("--moe-ext-run-dir", args.moe_ext_run_dir)):
+        if folder is None:
+            continue
+        try:
+            write_probe(nearest_folder(Path(folder)))
+        except OSError as error:
+            raise UserError(
+                "nothing can be written where the run would save",
+                where=f"{flag} {folder}",
+                why=error.strerror or str(error),
+                remedy="free space or name another folder; `megatron-moe preflight node --need-gb N` checks for more",
+            ) from error
 
 
 def _check_experts(args: Namespace) -> None:

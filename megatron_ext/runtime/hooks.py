@@ -21,12 +21,14 @@ CALL_SITES = "patches/hooks/call-sites.patch"
 
 @dataclass
 class _Session:
-    """What this process has attached: the run's writer (one rank) the monitor, and the dispatchers' counters (all
-    ranks)."""
+    """What this process has attached: the run's writer (one rank), the monitor, the dispatchers' counters and the watch
+    over sniff tests (all ranks)."""
 
     writer: Any = None
     monitor: Any = None
     dispatch: Any = None
+    sniff: Any = None
+    last_step: int = 0
     transport_log: Path | None = None
     model_built: bool = False
 
@@ -82,11 +84,22 @@ def model_built(model: list[Any], args: Namespace) -> None:
         _session.dispatch = dispatch
     if not getattr(args, "moe_ext_run_dir", None):
         return
+    _watch_sniff_tests(args)
     from megatron_ext import observe
 
     _session.monitor = observe.Monitor.from_args(args, _session.writer)
     if _session.monitor is not None:
         _session.monitor.attach(model)
+
+
+def _watch_sniff_tests(args: Namespace) -> None:
+    if getattr(args, "gpu_sniff_test_interval", None) is None:
+        return
+    from megatron_ext import preflight
+    from megatron_ext.tracking.rundir import read_alarms
+
+    alarms = read_alarms(Path(args.moe_ext_run_dir)) if _session.writer is not None else []
+    _session.sniff = preflight.watch_sniff_tests(args.gpu_sniff_test_interval, _session.writer, alarms)
 
 
 def batch_read(sample: Mapping[str, Any]) -> None:
@@ -97,16 +110,22 @@ def batch_read(sample: Mapping[str, Any]) -> None:
 
 def step_end(iteration: int) -> None:
     """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
+    _session.last_step = iteration
     if _session.monitor is not None:
         _guarded("monitor", "step_end", lambda: _session.monitor.step_end(iteration))
     if _session.dispatch is not None:
         _guarded("dispatch", "step_end", lambda: _session.dispatch.step_end(iteration))
+    if _session.sniff is not None:
+        _guarded("sniff", "step_end", lambda: _session.sniff.step_end(iteration))
 
 
 def close() -> None:
     """Deliver what is on its way, flush and close the run's writer; safe to call twice."""
     if _session.monitor is not None:
         _guarded("monitor", "close", _session.monitor.close)
+    if _session.sniff is not None:
+        _guarded("sniff", "close", lambda: _session.sniff.close(_session.last_step))
+        _session.sniff = None
     if _session.writer is not None:
         _session.writer.close()
         _session.writer = None

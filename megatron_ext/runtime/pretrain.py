@@ -41,7 +41,7 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
     args = _parse(choice.device)
     if args.rank == 0:
         _announce(choice, [*added, *variables])
-    if choice.device == "cuda":
+    if _watches_transport(choice.device, args):
         hooks.watch_transport(args)
     _pretrain(args)
 
@@ -67,9 +67,15 @@ def _choose(asked: str) -> device.DeviceChoice:
     return device.choose_device(asked, gpus=gpus, probe_error=problem)
 
 
+def _watches_transport(chosen: device.Device, args: Namespace) -> bool:
+    # On a CPU there is no NCCL to watch, but what was asked for by name is not left out in silence.
+    return chosen == "cuda" or args.moe_ext_transport not in ("auto", "off")
+
+
 def _parse(chosen: device.Device) -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
+    from megatron_ext import preflight
     from megatron_ext.runtime import checks
 
     raw = parse_args(add_extra_arguments)
@@ -85,6 +91,8 @@ def _parse(chosen: device.Device) -> Namespace:
     else:
         device.refuse_without_te(raw)
     checks.check_before_start(raw)
+    if _watches_transport(chosen, raw):
+        preflight.refuse_environment(asked=raw.moe_ext_transport)
     try:
         return parse_and_validate_args(add_extra_arguments)
     except (AssertionError, ValueError) as error:

@@ -135,6 +135,11 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
     return Run(path, read_info(path), rows, frames, _live(alarms, rows), counter.number)
 
 
+def read_alarms(path: Path) -> list[dict[str, Any]]:
+    """Return the records of `alarms.jsonl` as they were appended; empty where there is no such file."""
+    return [line for line in _lines(path / ALARMS_FILE, _Skipped()) if "name" in line]
+
+
 def read_info(path: Path) -> RunInfo:
     """Return run.json; a directory without a readable one (an old copy, a torn disk) gets a stand-in."""
     try:
