@@ -10,7 +10,7 @@ help:
 	@echo "make test    set everything up, then run the tests"
 	@echo "make test-ranks  the tests on many processes over gloo"
 	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
-	@echo "make lint    ruff, mypy, shellcheck"
+	@echo "make lint    ruff, mypy, hadolint, shellcheck"
 	@echo "make docs    the API reference from the docstrings: build/api/index.html"
 	@echo "make wheel   one wheel that holds the patched Megatron and megatron_ext: dist/"
 	@echo "make lock    rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
@@ -34,6 +34,7 @@ test-ranks: setup
 lint: venv
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
+	@.venv/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 	@.venv/bin/shellcheck $$(git ls-files -co --exclude-standard '*.sh' '*.sbatch' .ci/run)
 
 docs: setup

@@ -24,6 +24,7 @@ def build_args() -> dict[str, str]:
     return {
         "BASE": raw["container"]["base"],
         "CPU_BASE": raw["container"]["cpu_base"],
+        "CPU_SUITE": raw["container"]["cpu_suite"],
         "EFA_INSTALLER": raw["efa"]["installer"],
         "OFI_NCCL": raw["efa"]["ofi_nccl"],
         "DEEPEP": raw["deepep"]["sgl-deep-ep"],
