@@ -90,6 +90,35 @@ def test_unreadable_manifest_stops_before_training(tmp_path: Path) -> None:
     assert "cannot be read" in done.stderr
 
 
+def test_rented_node_gives_hf_a_job_that_it_takes() -> None:
+    """`hf jobs run --dry-run` resolves the job without an account; submitting one is not to be had here."""
+    volumes = {"DATA_VOLUME": "hf://datasets/me/tokens:/data", "RUNS_VOLUME": "hf://buckets/me/runs:/runs"}
+    done = _run("rented_node.sh moe --dry-run", IMAGE="registry/me/moe", FLAVOR="h200x4", TIMEOUT="2h", **volumes)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert words[:3] == ["hf", "jobs", "run"]
+    hf = [str(Path(sys.executable).with_name("hf")), *words[1:3], "--dry-run", *words[3:]]
+    taken = subprocess.run(hf, env=_environ(HF_TOKEN="none", NO_COLOR="1"), capture_output=True, text=True, timeout=60,
+                           check=False)  # fmt: skip
+    assert taken.returncode == 0, taken.stderr
+    for part in ("GPUS_PER_NODE=4", "RUN_DIR=/runs/moe", "DATA_MANIFEST=/data/manifest.json", "6600 - SECONDS",
+                 "(dry run) Job not submitted"):  # fmt: skip
+        assert part in taken.stdout
+
+
+@pytest.mark.parametrize(("words", "environ", "said"), [
+    ("rented_node.sh --dry-run", {}, "dense or moe"),
+    ("rented_node.sh moe --dry-run", {}, "IMAGE is not set"),
+    ("rented_node.sh moe --dry-run", {"IMAGE": "i", "DATA_VOLUME": "d", "RUNS_VOLUME": "r", "TIMEOUT": "20m"},
+     "no time to train"),
+])  # fmt: skip
+def test_rented_node_names_what_is_missing(words: str, environ: dict[str, str], said: str) -> None:
+    done = _run(words, **environ)
+    assert done.returncode == 64
+    assert said in done.stderr
+    assert "try:" in done.stderr
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in REPO.glob("examples/moe/*.sbatch")))
 def test_help_is_the_scripts_head(script: str) -> None:
     done = _run(f"{script} --help")
