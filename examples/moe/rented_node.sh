@@ -35,6 +35,7 @@ DATA=$(mount_of "$DATA_VOLUME") RUNS=$(mount_of "$RUNS_VOLUME")
 
 # The image asks for EFA, which such a node lacks. `timeout` sends what first_run.sbatch takes for the end of its time; the
 # job's own SECONDS count the preflight in. A preflight that could not tell (2: no baseline) does not keep one node back.
+# shellcheck disable=SC2016
 SCRIPT='set -e; cd /opt/moe
 bash examples/moe/preflight.sbatch || [ $? = 2 ]
 exec timeout --signal=TERM --kill-after=600 $(('"$((SECONDS_LEFT - 600))"' - SECONDS)) bash examples/moe/first_run.sbatch '"$MODEL"

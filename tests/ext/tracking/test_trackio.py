@@ -101,6 +101,7 @@ def test_two_runs_at_once_on_one_database(tmp_path: Path, kept) -> None:
         assert sorted(step for step, _ in kept.rows(name)) == list(range(1, 121))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_end_is_heard_though_a_forked_worker_holds_the_pipe(make_args, kept, caplog) -> None:
     """As with `--num-workers 1` and an exit in mid-training: the loader's worker outlives the writer."""
     writer = tracking.RunWriter.from_args(make_args(), {})
