@@ -23,7 +23,6 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={root}/munge/socket
-CryptoType=crypto/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
@@ -32,8 +31,6 @@ SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
 MpiDefault=none
 SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
@@ -79,6 +76,10 @@ def why_not() -> str:
     """Return why a cluster cannot be started here, "" if it can."""
     if os.geteuid() != 0:
         return "emulated Slurm nodes need root"
+    try:
+        socket.gethostbyname(platform.node())
+    except OSError:
+        return f"Slurm must resolve this machine's name: add {platform.node()} to /etc/hosts"
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not _find(name)]
     return f"not installed: {', '.join(missing)} (tools/setup/system.sh)" if missing else ""
 
@@ -131,9 +132,9 @@ def _prepare(root: Path) -> dict[str, str]:
     key.chmod(0o400)
     text = CONFIGURATION.format(host=platform.node(), root=root, ports=_free_ports(), cpus=os.cpu_count())
     (root / "slurm.conf").write_text(text)
-    # slurmd believes in a GPU only with a file for it; any file does.
+    # slurmd believes in a GPU only with a device file for it; any device does.
     for number in range(8):
-        (root / f"gpu{number}").touch()
+        (root / f"gpu{number}").symlink_to("/dev/null")
     (root / "gres.conf").write_text(f"Name=gpu File={root}/gpu[0-7]\n")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
     return {**kept, "SLURM_CONF": str(root / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}

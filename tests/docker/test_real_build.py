@@ -57,7 +57,8 @@ def test_image_says_what_it_holds_and_trains_the_toy_as_its_user(buildah: list[s
     name = subprocess.run([*buildah, "from", "--pull-never", "localhost/megatron-moe-cpu"], capture_output=True,
                           text=True, check=True).stdout.strip()  # fmt: skip
     entry = ["bash", "/opt/moe/docker/entry.sh", "bash", "-euc", TOY]
-    words = [*buildah, "run", "--isolation", "chroot", name, "--", *entry]
+    # buildah gives the container a name that nothing resolves, and torchrun wants to.
+    words = [*buildah, "run", "--isolation", "chroot", "--hostname", "localhost", name, "--", *entry]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     # What the entry prints before the command.
