@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 
-SUBJECTS = {"dispatch": ("megatron_ext.plan.dispatch_cli", "traffic and time of the token dispatchers")}
+SUBJECTS = {
+    "dispatch": ("megatron_ext.plan.dispatch_cli", "traffic and time of the token dispatchers"),
+    "upcycle": ("megatron_ext.plan.upcycle_cli", "is upcycling worth it, and how large is the result"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
