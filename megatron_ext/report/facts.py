@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron_ext.report.view import Series, View, common_axis, ending, frame_max_vio
 
+# Runs whose own tokens differ by no more than this were trained equally long.
+EQUAL_TOKENS = 0.01
 # Curves of runs start apart while the optimizer warms up; a gap there says little.
 GAP_FROM = 0.1
 
@@ -55,6 +57,34 @@ def largest_gap(views: Sequence[View]) -> Gap | None:
     return max(found, key=lambda gap: gap.size, default=None)
 
 
+def equally_long(views: Sequence[View]) -> list[View]:
+    """Return the runs with as many tokens of their own as the most others; empty where no two are alike.
+
+    Runs that start from a checkpoint and runs from scratch are compared like that: each from its own start.
+    """
+    if common_axis(views) != "tokens":
+        return []
+    groups = [
+        [other for other in views if abs(other.own_tokens() - view.own_tokens()) <= EQUAL_TOKENS * view.own_tokens()]
+        for view in views
+        if view.own_tokens() > 0
+    ]
+    best = max(groups, key=len, default=[])
+    starts = {float(loss.tokens[0]) for view in best if len(loss := view.loss()) and loss.tokens is not None}
+    # Runs that began at the same token lie side by side in the common chart already.
+    return best if len(best) > 1 and len(starts) > 1 else []
+
+
+def equal_tokens_sentence(views: Sequence[View]) -> str:
+    """Say where runs that were trained equally long end, lowest first: held out if all have that, else in training."""
+    held_out = all(len(view.held_out()) for view in views)
+    ends = [((view.held_out() if held_out else view.loss()), view.label) for view in views]
+    ordered = sorted((ending(series.values), label) for series, label in ends if len(series))
+    kind = "held-out" if held_out else "training"
+    listed = ", ".join(f"{label} {value:.3f}" for value, label in ordered)
+    return f"After {short(views[0].own_tokens())} tokens of their own, {kind} loss: {listed}."
+
+
 def _gap(one: Series, two: Series, axis: str) -> tuple[float, float] | None:
     """Return (one - two, where) at the largest difference inside their common range; None if they don't overlap."""
     if len(one) < 2 or len(two) < 2:
@@ -81,7 +111,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def loss_sentences(views: Sequence[View]) -> list[str]:
-    """Say how each run's losses moved and where two runs differ most."""
+    """Say how each run's losses moved, where two runs differ most, and where runs of equal length end."""
     sentences = [text for view in views if (text := _loss_sentence(view))]
     gap = largest_gap(views)
     if gap is not None:
@@ -92,7 +122,8 @@ def loss_sentences(views: Sequence[View]) -> list[str]:
     elif len(views) > 1:
         stretch = "tokens" if common_axis(views) == "tokens" else "steps"
         sentences.append(f"The runs share no stretch of {stretch}, so there is no gap to name.")
-    return sentences
+    alike = equally_long(views)
+    return [*sentences, equal_tokens_sentence(alike)] if alike else sentences
 
 
 def _loss_sentence(view: View) -> str:

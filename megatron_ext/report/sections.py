@@ -83,8 +83,15 @@ def loss(views: Sequence[View]) -> Section:
     curves = [Curve(view.loss(), view, "training", alpha=0.85) for view in views]
     curves += [Curve(view.held_out(), view, "held out", dashed=True, points=True) for view in views]
     chart = lines(curves, common_axis(views), "loss", height=340)
+    figures = [Figure(chart)] if chart else []
+    alike = facts.equally_long(views)
+    if alike:
+        curves = [Curve(view.from_start(curve.series), view, curve.name, curve.dashed, curve.points, curve.alpha)
+                  for view in alike for curve in curves if curve.view is view]  # fmt: skip
+        own = lines(curves, common_axis(views), "loss", height=340)
+        figures += [Figure(own, "From each run's own start, equally many tokens")] if own else []
     reading = "Solid: training. Dashed with points: held out."
-    return Section("loss", "Loss", facts.loss_sentences(views), [Figure(chart)] if chart else [], reading)
+    return Section("loss", "Loss", facts.loss_sentences(views), figures, reading)
 
 
 def balance(views: Sequence[View]) -> Section | None:

@@ -107,6 +107,25 @@ class View:
             times = self.series(step_key("step_time")).values
         return float(np.median(times[len(times) // 10 :])) if len(times) else None
 
+    def own_tokens(self) -> float:
+        """Training tokens of this run alone, without those of the checkpoint it started from; 0 where not logged."""
+        ends = self.tokens(np.array([self.run.rows[-1].step])) if self.run.rows else None
+        return 0.0 if ends is None else float(ends[0]) - self._start()[1]
+
+    def from_start(self, series: Series) -> Series:
+        """Return a curve with steps and tokens counted from where this run began."""
+        steps, tokens = self._start()
+        own = None if series.tokens is None else series.tokens - tokens
+        return Series(series.steps - steps, own, series.values, series.dropped)
+
+    def _start(self) -> tuple[int, float]:
+        """Return steps and tokens before the run's first step: as many tokens before it as a step takes."""
+        first, last = self.run.rows[0].step, self.run.rows[-1].step
+        tokens = self.tokens(np.array([first, last]))
+        if tokens is None or last == first:
+            return first - 1, 0.0
+        return first - 1, max(0.0, float(tokens[0]) - float(tokens[1] - tokens[0]) / (last - first))
+
     def last_step(self) -> int:
         """The last step on record, 0 for none."""
         return self.run.rows[-1].step if self.run.rows else 0

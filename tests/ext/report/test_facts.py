@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.report import facts
+from megatron_ext.report import facts, sections
 from megatron_ext.report.thin import thin, thin_experts, thin_frames
 from megatron_ext.report.view import View, common_axis, frame_max_vio
 from megatron_ext.tracking.rundir import MetricRow, RoutingFrame, Run, RunInfo
@@ -102,3 +102,32 @@ def test_columns_keep_an_idle_and_an_overloaded_expert() -> None:
 )
 def test_short_numbers(number: float, text: str) -> None:
     assert facts.short(number) == text
+
+
+def test_runs_that_trained_equally_long_are_compared_from_their_own_start() -> None:
+    # Samples of 10 tokens, 4 a step. Two runs go on from a dense one of 10 steps, one starts from nothing.
+    dense = _view("dense", [6.0] * 10, samples=0)
+    upcycled = _view("upcycled", [4.0] * 20, samples=40)
+    scratch = _view("scratch", [5.0] * 20, samples=0)
+    longer = _view("continued", [4.5] * 20, first=11, samples=40)
+    assert [view.own_tokens() for view in (dense, upcycled, scratch, longer)] == [400.0, 800.0, 800.0, 800.0]
+    alike = facts.equally_long([dense, upcycled, scratch, longer])
+    assert [view.label for view in alike] == ["upcycled", "scratch", "continued"]
+    for view in alike:
+        own = view.from_start(view.loss())
+        assert (own.steps[0], own.steps[-1]) == (1, 20)
+        assert own.tokens is not None
+        assert (own.tokens[0], own.tokens[-1]) == (40.0, 800.0)
+    said = facts.equal_tokens_sentence(alike)
+    assert said == "After 800 tokens of their own, training loss: upcycled 4.000, continued 4.500, scratch 5.000."
+    views = [dense, upcycled, scratch, longer]
+    assert facts.loss_sentences(views)[-1] == said
+    common, own = sections.loss(views).figures
+    assert own.title.startswith("From each run's own start")
+    assert common.chart.item != own.chart.item
+
+
+def test_runs_side_by_side_need_no_second_chart() -> None:
+    assert facts.equally_long([_view("a", [5.0] * 9, samples=0), _view("b", [4.0] * 9, samples=0)]) == []
+    assert facts.equally_long([_view("a", [5.0] * 9, samples=0), _view("b", [4.0] * 30, samples=36)]) == []
+    assert facts.equally_long([_view("a", [5.0] * 9), _view("b", [4.0] * 9, samples=0)]) == []
