@@ -11,7 +11,8 @@
 #   2 dense run, checkpoint
 #   3 that checkpoint upcycled to 8 experts, top-2, and trained: expert parallel 2 over gloo
 #   4 the dense run continued for the same tokens
-#   5 table and report.html
+#   5 the same MoE from scratch, for as many tokens as the upcycled one got
+#   6 table and report.html
 # A second call goes on where the first one stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -49,6 +50,7 @@ TRAIN_ARGS=(
   --lr 3e-3 --lr-decay-style constant --lr-warmup-iters 10 --lr-decay-iters "$((DENSE_STEPS + MOE_STEPS))"
   --adam-beta2 0.98 --weight-decay 0.1 --clip-grad 1.0
   --save-interval 20 --log-interval 1 --eval-interval 20 --eval-iters 4
+  --timing-log-level 1 --log-timers-to-tensorboard
 )
 
 say() { printf '\n[quickstart] %s\n' "$*"; }
@@ -89,14 +91,14 @@ progress() {  # Every tenth step and every held-out loss, one line each.
     }'
 }
 
-say "1 of 5: text to tokens"
+say "1 of 6: text to tokens"
 megatron-moe tokenize --builtin-corpus "$OUT/corpus" --train-tokenizer --vocab-size 2048 --output "$OUT/data"
 
-say "2 of 5: dense run, $DENSE_STEPS steps"
+say "2 of 6: dense run, $DENSE_STEPS steps"
 resume=(); [ -f "$OUT/dense/checkpoints/latest_checkpointed_iteration.txt" ] && resume=(--load "$OUT/dense/checkpoints")
 train dense "$DENSE_STEPS" --moe-ext-group dense "${resume[@]}"
 
-say "3 of 5: upcycle to 8 experts, top-2, and train $MOE_STEPS steps, expert parallel $RANKS"
+say "3 of 6: upcycle to 8 experts, top-2, and train $MOE_STEPS steps, expert parallel $RANKS"
 if [ ! -d "$OUT/upcycled" ]; then
   megatron-moe upcycle "$OUT/dense/checkpoints" "$OUT/upcycled" --num-experts 8 --router-topk 2
 fi
@@ -104,11 +106,15 @@ start=(--load "$OUT/upcycled")
 [ -f "$OUT/moe/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/moe/checkpoints")
 train moe "$MOE_STEPS" "${MOE_ARGS[@]}" --expert-model-parallel-size "$RANKS" --moe-ext-group moe "${start[@]}"
 
-say "4 of 5: the dense run continued for the same tokens"
+say "4 of 6: the dense run continued for the same tokens"
 start=(--load "$OUT/dense/checkpoints")
 [ -f "$OUT/dense-continued/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/dense-continued/checkpoints")
 # Longer than its first start said, so the schedule comes from the flags, not from the checkpoint.
 train dense-continued "$((DENSE_STEPS + MOE_STEPS))" --override-opt_param-scheduler --moe-ext-group dense "${start[@]}"
 
-say "5 of 5: what happened"
-megatron-moe report "$OUT/dense" "$OUT/moe" "$OUT/dense-continued" -o "$OUT/report.html"
+say "5 of 6: the same MoE from scratch, $MOE_STEPS steps"
+start=(); [ -f "$OUT/moe-from-scratch/checkpoints/latest_checkpointed_iteration.txt" ] && start=(--load "$OUT/moe-from-scratch/checkpoints")
+train moe-from-scratch "$MOE_STEPS" "${MOE_ARGS[@]}" --expert-model-parallel-size "$RANKS" --moe-ext-group moe "${start[@]}"
+
+say "6 of 6: what happened"
+megatron-moe report "$OUT/dense" "$OUT/moe" "$OUT/dense-continued" "$OUT/moe-from-scratch" -o "$OUT/report.html"
