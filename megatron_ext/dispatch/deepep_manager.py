@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.dispatch import deepep, probe, publish, report
-from megatron_ext.dispatch.autograd import from_experts, order_rows
-from megatron_ext.dispatch.megatron import align_of, refuse
+from megatron_ext.dispatch.autograd import order_rows
+from megatron_ext.dispatch.manager import FlexManager
 from megatron_ext.dispatch.placement import place
-from megatron_ext.dispatch.routing import ExpertOrder, map_to_ids
 
 
 class _Dispatch(torch.autograd.Function):
@@ -47,7 +46,7 @@ class _Combine(torch.autograd.Function):
 _transfers: dict[tuple[tuple[int, ...], int], deepep.Transfer] = {}
 
 
-class DeepEPManager:
+class DeepEPManager(FlexManager):
     """The manager of one MoE layer.
 
     Args:
@@ -57,25 +56,10 @@ class DeepEPManager:
 
     def __init__(self, dispatcher: Any, transfer: deepep.Transfer | None = None) -> None:
         """Check what is installed, or stop with the remedy; one buffer serves all layers."""
-        config, group = dispatcher.config, dispatcher.tp_ep_group
-        refuse(config)
-        self._num_local_experts = dispatcher.num_local_experts
-        self._top_k = dispatcher.tp_size * config.moe_router_topk
-        self._align = align_of(config)
-        self._transfer = transfer or _installed(group, dispatcher.tp_size * config.num_moe_experts)
-        self.layer_number = -1
-        self._ids: Tensor | None = None
+        super().__init__(dispatcher)
+        num_experts = dispatcher.tp_size * dispatcher.config.num_moe_experts
+        self._transfer = transfer or _installed(dispatcher.tp_ep_group, num_experts)
         self._received: deepep.Received | None = None
-        self._order: ExpertOrder | None = None
-        self.token_probs: Tensor | None = None
-        self.dispatched_probs: Tensor | None = None
-        self.tokens_per_expert: Tensor | None = None
-
-    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Take the routing: map [T, W, L] bool and weights [T, W, L]."""
-        tokens = routing_map.shape[0]
-        self._ids = map_to_ids(routing_map.reshape(tokens, -1), self._top_k)
-        self.token_probs = probs.reshape(tokens, -1).gather(1, self._ids.clamp(min=0))
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
@@ -97,15 +81,6 @@ class DeepEPManager:
             hidden_states, self.dispatched_probs, self._received.ids, counts, align=self._align
         )
         return rows, weights
-
-    def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """Rows of each local expert, [L] int64 on the CPU."""
-        return self.tokens_per_expert
-
-    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """Sum the experts' outputs of each received row: [R, H] to [M, H]."""
-        assert self._order is not None, "get_permuted_hidden_states_by_experts comes first"
-        return from_experts(hidden_states, self._order, gaps=self._align > 1)
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False

@@ -1,11 +1,4 @@
-"""`dedup` and `twohop` as communication managers of Megatron's flex dispatcher.
-
-The dispatcher calls, in this order: `setup_metadata` (routing map and probabilities), `dispatch`,
-`get_permuted_hidden_states_by_experts`, then the experts, `get_restored_hidden_states_by_experts`, `combine`.
-Between them state lies on the manager, as upstream's managers keep it; what backward needs is kept by autograd, so a
-second micro-batch may start before the first one's backward. Under expert-parallel overlap Megatron replaces
-`token_probs` and `dispatched_probs` by detached copies between the steps.
-"""
+"""`dedup` and `twohop` as communication managers of Megatron's flex dispatcher."""
 
 from __future__ import annotations
 
@@ -15,21 +8,21 @@ import torch
 from torch import Tensor
 
 from megatron_ext.dispatch import publish, report
-from megatron_ext.dispatch.autograd import combine, dispatch, from_experts, to_experts
+from megatron_ext.dispatch.autograd import combine, dispatch, to_experts
 from megatron_ext.dispatch.counters import traffic
 from megatron_ext.dispatch.engine import Engine, Handle
 from megatron_ext.dispatch.errors import DispatchError
 from megatron_ext.dispatch.formula import use_static
 from megatron_ext.dispatch.layout import Layout
+from megatron_ext.dispatch.manager import FlexManager
 from megatron_ext.dispatch.options import DispatchOptions
 from megatron_ext.dispatch.placement import Placement, place
-from megatron_ext.dispatch.routing import ExpertOrder, map_to_ids
 from megatron_ext.dispatch.transport import Groups, make_groups
 
 _groups: dict[tuple[tuple[int, ...], int, bool], Groups] = {}
 
 
-class RowManager:
+class RowManager(FlexManager):
     """The manager of one MoE layer.
 
     Args:
@@ -39,8 +32,8 @@ class RowManager:
 
     def __init__(self, dispatcher: Any, *, two_hops: bool) -> None:
         """Place the group, make its process groups once, and say what is used."""
+        super().__init__(dispatcher)
         config, group = dispatcher.config, dispatcher.tp_ep_group
-        refuse(config)
         setup = publish.session()
         placement = place(group, setup.options)
         used_two_hops = _two_hops(two_hops, placement, setup.options)
@@ -51,29 +44,9 @@ class RowManager:
         cheap = use_static(config.num_moe_experts, config.moe_router_topk, sets)
         static = _static(setup.options, setup.max_tokens, cheap=cheap)
         self._engine = Engine(layout, groups, static=static, capacity=setup.max_tokens)
-        self._top_k = dispatcher.tp_size * config.moe_router_topk
-        self._align = align_of(config)
-        self.layer_number = -1
-        self._ids: Tensor | None = None
         self._handle: Handle | None = None
-        self._order: ExpertOrder | None = None
-        self.token_probs: Tensor | None = None
-        self.dispatched_probs: Tensor | None = None
-        self.tokens_per_expert: Tensor | None = None
         asked = "twohop" if two_hops else "dedup"
         report.note(asked, self._engine, placement, config.num_moe_experts, config.moe_router_topk)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Take the routing.
-
-        Args:
-            routing_map: [T, W, L] bool: for every rank of the group, which of its experts get the token.
-            probs: [T, W, L], the weights.
-        """
-        tokens = routing_map.shape[0]
-        self._ids = map_to_ids(routing_map.reshape(tokens, -1), self._top_k)
-        self.token_probs = probs.reshape(tokens, -1).gather(1, self._ids.clamp(min=0))
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
@@ -95,15 +68,6 @@ class RowManager:
         )
         self._count(self._handle)
         return rows, weights
-
-    def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """Rows of each local expert, [L] int64 on the CPU."""
-        return self.tokens_per_expert
-
-    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """Sum the experts' outputs of each received row: [R, H] to [M, H]."""
-        assert self._order is not None, "get_permuted_hidden_states_by_experts comes first"
-        return from_experts(hidden_states, self._order, gaps=self._align > 1)
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
@@ -128,41 +92,6 @@ class RowManager:
                 row_bytes=handle.row_bytes,
             ),
         )
-
-
-def refuse(config: Any) -> None:
-    """Stop on what these dispatchers do not do, by flag.
-
-    Raises:
-        DispatchError: with the flag, why, and what to do.
-    """
-    graphs = [str(getattr(m, "name", m)) for m in getattr(config, "cuda_graph_modules", None) or []]
-    refusals = (
-        (
-            "--moe-pad-expert-input-to-capacity",
-            bool(config.moe_pad_expert_input_to_capacity),
-            "rows follow the routing, not a capacity",
-        ),
-        (
-            "--cuda-graph-impl full_iteration",
-            getattr(config, "cuda_graph_impl", "none") == "full_iteration",
-            "row counts are read by the host once a layer",
-        ),
-        (
-            "--cuda-graph-modules moe_preprocess",
-            getattr(config, "cuda_graph_impl", "none") != "none" and "moe_preprocess" in graphs,
-            "the routing must stay outside the graph: its shape tables are new every step",
-        ),
-    )
-    for flag, asked, why in refusals:
-        if asked:
-            raise DispatchError(
-                "this dispatcher does not support the flag",
-                where=f"{flag} with --moe-flex-dispatcher-backend {config.moe_flex_dispatcher_backend}",
-                why=why,
-                remedy="leave the flag out, or use --moe-token-dispatcher-type alltoall",
-                exit_code=64,
-            )
 
 
 def _two_hops(asked: bool, placement: Placement, options: DispatchOptions) -> bool:
@@ -190,14 +119,6 @@ def _static(options: DispatchOptions, max_tokens: int | None, *, cheap: bool) ->
             )
         return True
     return cheap and options.form == "auto" and max_tokens is not None
-
-
-def align_of(config: Any) -> int:
-    """Rows to which the share of each expert is padded, 0 for none: as upstream pads for FP8 and the op fuser."""
-    from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
-
-    padded = config.moe_router_padding_for_quantization or getattr(config, "use_transformer_engine_op_fuser", False)
-    return int(get_align_size_for_quantization(config)) if padded else 0
 
 
 def _groups_of(layout: Layout, group: Any, two_hops: bool) -> Groups:
