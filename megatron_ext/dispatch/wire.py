@@ -88,10 +88,11 @@ class RowFormat:
         return torch.cat(parts, dim=1)
 
     def unpack_meta(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [M, K] and ids [M, K] int64 of packed rows, copied out."""
+        """Weights [M, K] and ids [M, K] int64 of packed rows, copied out: overlap frees the rows before the ids."""
         meta = self.meta_view(rows)
         split = self.top_k * self.weight_dtype.itemsize
         end = split + self.top_k * self.id_dtype.itemsize
-        weights = meta[:, :split].contiguous().view(self.weight_dtype)
-        ids = meta[:, split:end].contiguous().view(self.id_dtype)
+        # Not contiguous(): a single row is contiguous already, and would be shared.
+        weights = meta[:, :split].clone(memory_format=torch.contiguous_format).view(self.weight_dtype)
+        ids = meta[:, split:end].clone(memory_format=torch.contiguous_format).view(self.id_dtype)
         return weights.view(-1, self.top_k), ids.view(-1, self.top_k).long()

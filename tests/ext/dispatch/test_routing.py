@@ -134,6 +134,19 @@ def test_packed_rows_give_back_what_went_in(hidden: int, top_k: int, num_experts
     assert form.row_bytes % 16 == 0
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_unpacked_weights_and_ids_share_no_memory_with_the_rows(num_rows: int) -> None:
+    """Overlap frees the rows while the ids are still needed; a single row was once shared."""
+    form = RowFormat(4, 2, torch.float32, torch.float32, 40_000)
+    rows = torch.zeros(num_rows, form.row_bytes, dtype=torch.uint8)
+    weights, ids = torch.rand(num_rows, 2), torch.full((num_rows, 2), 7)
+    form.meta_view(rows)[:] = form.pack_meta(weights, ids)
+    got_weights, got_ids = form.unpack_meta(rows)
+    rows.fill_(255)
+    assert torch.equal(got_weights, weights)
+    assert torch.equal(got_ids, ids)
+
+
 def test_a_row_of_the_handbooks_model_costs_little_more_than_its_hidden_values() -> None:
     form = RowFormat(2048, 8, torch.bfloat16, torch.float32, 64)
     assert (form.hidden_bytes, form.row_bytes) == (4096, 4144)
