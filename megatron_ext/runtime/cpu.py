@@ -265,6 +265,8 @@ def _answer_for_torch_cuda() -> None:
             get_rng_state=lambda device="cuda": torch.default_generator.get_state(),
             set_rng_state=lambda state, device="cuda": torch.default_generator.set_state(state),
         )
+    # Not through the mode: torch reads the stream's type before it asks any mode. Expert-parallel overlap calls it.
+    _assign(torch.Tensor, record_stream=_do_nothing)
     # The data loader asks here before it pins memory.
     _assign(torch.accelerator, is_available=lambda: False)
     _assign(torch.cuda.nvtx, range_push=_do_nothing, range_pop=_do_nothing, mark=_do_nothing)

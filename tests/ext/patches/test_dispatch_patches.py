@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def _config(backend: str) -> Any:
+def _config(backend: str, **more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -19,6 +19,7 @@ def _config(backend: str) -> Any:
         moe_router_topk=2,
         moe_token_dispatcher_type="flex",
         moe_flex_dispatcher_backend=backend,
+        **more,
     )
 
 
@@ -64,3 +65,11 @@ def test_overlap_keeps_the_inputs_of_a_registered_backend(backend: str) -> None:
     assert not should_free_input("moe_dispatch", True, config, 4)
     assert should_free_input("moe_combine", True, config, 4)
     assert should_free_input("mlp", True, config, 4)
+
+
+def test_both_overlaps_at_once_are_refused_by_name() -> None:
+    overlap: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True, "expert_model_parallel_size": 2}
+    _config("twohop", **overlap)
+    shared: dict[str, Any] = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 16}
+    with pytest.raises(AssertionError, match="disable moe_shared_expert_overlap when enabling overlap_moe_expert"):
+        _config("twohop", **overlap, **shared)
