@@ -20,8 +20,10 @@ from megatron_ext.dispatch.transport import Groups, make_groups
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `tokens` has one number a rank; `empty` is the share of choices left out (capacity drops);
-    `skew` sends most choices to the first experts; `align` pads each expert's rows."""
+    """One shape. `tokens` has one number a rank; `empty` is the share of choices left out (capacity drops, padding
+    tokens); `skew` sends most choices to the first experts; `align` pads each expert's rows. With `expert_tp` ranks
+    to an expert, a choice of an expert is one of all its shards, as Megatron's flex dispatcher numbers them; a
+    shard counts as an expert in `num_local_experts`."""
 
     seed: int
     ep: int
@@ -37,10 +39,23 @@ class Case:
     static: bool | None = None
     two_hops: bool = True
     recompute: bool = False
+    expert_tp: int = 1
 
     @property
     def num_experts(self) -> int:
         return self.ep * self.num_local_experts
+
+    @property
+    def whole_experts(self) -> int:
+        """Experts, each of `expert_tp` shards."""
+        return self.num_experts // self.expert_tp
+
+    def shards(self, ids: Tensor) -> Tensor:
+        """Experts [T, k], -1 for none, to the shards of each: [T, k, expert_tp]."""
+        local = self.num_local_experts
+        first = ids.div(local, rounding_mode="floor") * self.expert_tp * local + ids % local
+        shards = first.unsqueeze(-1) + local * torch.arange(self.expert_tp)
+        return torch.where(ids.unsqueeze(-1) >= 0, shards, -1)
 
 
 def random_case(seed: int, ep: int) -> Case:
@@ -51,7 +66,7 @@ def random_case(seed: int, ep: int) -> Case:
     static = draw.choice([None, True, False])
     if static is not False:  # the static form needs one number, or a capacity
         tokens = tuple(min(t, 8) for t in tokens)
-    return Case(
+    case = Case(
         seed=seed,
         ep=ep,
         ranks_per_node=draw.choice([n for n in (1, 2, 4, 8) if n <= ep]),
@@ -67,6 +82,8 @@ def random_case(seed: int, ep: int) -> Case:
         two_hops=draw.random() < 0.7,
         recompute=draw.random() < 0.3,
     )
+    halved = draw.random() < 0.3 and case.top_k <= case.num_experts // 2
+    return replace(case, expert_tp=2 if halved else 1)
 
 
 @dataclass(frozen=True)
@@ -88,15 +105,15 @@ def make_data(case: Case) -> Data:
 
     ids, weights = [], []
     for tokens in case.tokens:
-        score = torch.rand(tokens, case.num_experts, generator=made)
+        score = torch.rand(tokens, case.whole_experts, generator=made)
         if case.skew:
-            score[:, : max(1, case.num_experts // 8)] += 0.7
+            score[:, : max(1, case.whole_experts // 8)] += 0.7
         chosen = score.topk(case.top_k, dim=1).indices
         dropped = torch.rand(tokens, case.top_k, generator=made) < case.empty
         order = torch.rand(tokens, case.top_k, generator=made).argsort(dim=1)
         chosen = chosen.masked_fill(dropped, -1).gather(1, order)
         weight = torch.rand(tokens, case.top_k, generator=made)
-        pair = sort_choices(chosen, weight)
+        pair = sort_choices(case.shards(chosen).flatten(1), weight.repeat_interleave(case.expert_tp, dim=1))
         ids.append(pair[0])
         weights.append(pair[1])
     hidden, num = case.hidden, case.num_experts
@@ -202,8 +219,13 @@ def groups_for(case: Case, rank: int, world_group: object, cache: dict[tuple[int
     return cache[key]
 
 
+def cases_of_group(group: int, ep: int, seeds: list[int]) -> list[Case]:
+    """The cases that group `group` runs, at the same time as the other groups run theirs."""
+    return [random_case(seed + 1000 * group, ep) for seed in seeds]
+
+
 def run_cases(rank: int, world: int, ep: int, seeds: list[int], changes: dict[str, object]) -> int:
-    """Run cases over groups of `ep` ranks out of `world`; group g runs seed + 1000 * g at the same time."""
+    """Run cases over groups of `ep` ranks out of `world`, every group its own."""
     starts = range(0, world, ep)
     mine = None
     for start in starts:
@@ -211,7 +233,7 @@ def run_cases(rank: int, world: int, ep: int, seeds: list[int], changes: dict[st
         if start <= rank < start + ep:
             mine = group
     cache: dict[tuple[int, bool], Groups] = {}
-    for seed in seeds:
-        case = replace(random_case(seed + 1000 * (rank // ep), ep), **changes)
+    for drawn in cases_of_group(rank // ep, ep, seeds):
+        case = replace(drawn, **changes)
         check_case(case, rank % ep, groups_for(case, rank % ep, mine, cache))
     return len(seeds) * len(starts)
