@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import run_ranks
@@ -13,7 +14,7 @@ from gloo_world import run_ranks
 from megatron_ext.dispatch.engine import Engine
 from megatron_ext.dispatch.errors import DispatchError
 from megatron_ext.dispatch.layout import Layout
-from megatron_ext.dispatch.transport import Groups
+from megatron_ext.dispatch.transport import Groups, make_groups
 
 TIMEOUT_S = 5
 
@@ -44,6 +45,50 @@ def test_a_rank_that_dies_is_a_clear_error_on_the_others() -> None:
         assert "first rank that stopped" in text
 
 
+def _one_dies_at(rank: int, world: int, collective: str, call: int) -> str:
+    """Rank 3 of two nodes of two ends as it enters a collective for the n-th time; the others' error, there or home."""
+    layout = Layout(world, rank, 2, 2)
+    engine = Engine(layout, make_groups(layout, dist.group.WORLD, two_hops=True), static=False)
+    dist.barrier()
+    stock, calls = getattr(dist, collective), [0]
+
+    def deadly(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        if calls[0] == call:
+            os._exit(9)
+        return stock(*args, **kwargs)
+
+    if rank == 3:
+        setattr(dist, collective, deadly)
+    ids = torch.rand(16, 2 * world).topk(4, dim=1).indices.sort(dim=1).values
+    try:
+        rows, _, handle = engine.dispatch(torch.randn(16, 8), ids, torch.rand(16, 4))
+        engine.combine(rows.contiguous(), handle)
+    except DispatchError as error:
+        return error.text()
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("collective", "call", "first_to_see"),
+    [
+        ("all_gather_into_tensor", 1, {0: "the exchange of counts", 1: "the exchange of counts"}),
+        ("all_to_all_single", 1, {1: "the rail hop", 2: "the node hop"}),
+        ("all_to_all_single", 2, {2: "the node hop"}),
+        ("all_to_all_single", 3, {2: "the node hop"}),
+        ("all_to_all_single", 4, {1: "the rail hop"}),
+    ],
+    ids=["counts", "rail hop", "node hop", "node hop home", "rail hop home"],
+)
+def test_a_rank_that_dies_at_any_exchange_is_an_error_on_its_peers(
+    collective: str, call: int, first_to_see: dict[int, str]
+) -> None:
+    answers = run_ranks(_one_dies_at, 4, collective, call, dead=(3,), timeout_s=30)
+    for rank, hop in first_to_see.items():
+        assert f"{hop} of a dispatch failed" in answers[rank]
+        assert f"rank {rank} of 4" in answers[rank]
+
+
 def _one_hangs(rank: int, world: int) -> tuple[float, str]:
     group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
     dist.barrier()
@@ -56,7 +101,7 @@ def _one_hangs(rank: int, world: int) -> tuple[float, str]:
 
 
 def test_a_rank_that_hangs_is_an_error_within_the_timeout() -> None:
-    answers = run_ranks(_one_hangs, 2, last_barrier=False)
+    answers = run_ranks(_one_hangs, 2, last_barrier=False, wait_for=(0,))
     waited, text = answers[0]
     assert "the exchange of counts of a dispatch failed" in text
     assert waited < 3 * TIMEOUT_S
