@@ -1,9 +1,11 @@
 """Claim: dispatch plus combine of `dedup` and `twohop` take at most half of `alltoall`'s time at 32k tokens a rank.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_ep.py --ranks-per-node 1 --out ep2.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_ep.py --out ep2.json
+    torchrun --standalone --nproc-per-node 4 benchmarks/dispatch_ep.py --ranks-per-node 2 --out ep4.json
 
-Two ranks emulate two nodes of one. The same as `megatron-moe bench dispatch`; needs only torch, triton and numpy, and
-times Megatron's own dispatcher too when it is on PYTHONPATH.
+On two GPUs only `dedup` differs from `alltoall`; four emulate two nodes of two for `twohop`. The same as
+`megatron-moe bench dispatch`; needs only torch, triton and numpy, and times Megatron's own dispatcher too when it is on
+PYTHONPATH.
 """
 
 from __future__ import annotations

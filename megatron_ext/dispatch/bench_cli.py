@@ -98,9 +98,9 @@ def _sizes(cuda: bool) -> list[int]:
 
 
 def usable(layout: Any, *, cuda: bool) -> Sequence[str]:
-    """The dispatchers that run here: upstream's needs Megatron and CUDA streams, `twohop` several nodes."""
+    """The dispatchers that run here: upstream's needs Megatron and CUDA streams, `twohop` nodes of several ranks."""
     names = [n for n in NAMES if n != "megatron" or (cuda and importlib.util.find_spec("megatron"))]
-    if layout.num_nodes == 1:
+    if 1 in (layout.num_nodes, layout.ranks_per_node):  # both hops are the same
         names = [n for n in names if not n.startswith("twohop")]
     return names
 
