@@ -63,7 +63,7 @@ def _rank(args: argparse.Namespace) -> int:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.init_process_group(backend="nccl" if cuda else "gloo", device_id=device if cuda else None)
     world = dist.get_world_size()
     try:
         layout = Layout(world, dist.get_rank(), _share(args.experts, world), args.ranks_per_node or world)
