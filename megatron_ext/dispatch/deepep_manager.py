@@ -43,7 +43,7 @@ class _Combine(torch.autograd.Function):
         return ctx.transfer.again(grad.contiguous(), ctx.handle), None, None
 
 
-_transfers: dict[tuple[tuple[int, ...], int], deepep.Transfer] = {}
+_transfers: dict[tuple[Any, int], deepep.Transfer] = {}
 
 
 class DeepEPManager(FlexManager):
@@ -92,7 +92,7 @@ class DeepEPManager(FlexManager):
 
 
 def _installed(group: Any, num_experts: int) -> deepep.Transfer:
-    key = (tuple(torch.distributed.get_process_group_ranks(group)), num_experts)
+    key = (group, num_experts)
     if key not in _transfers:
         setup = publish.session()
         placement, node = place(group, setup.options), probe.look()

@@ -19,7 +19,7 @@ from megatron_ext.dispatch.options import DispatchOptions
 from megatron_ext.dispatch.placement import Placement, place
 from megatron_ext.dispatch.transport import Groups, make_groups
 
-_groups: dict[tuple[tuple[int, ...], int, bool], Groups] = {}
+_groups: dict[tuple[Any, int, bool], Groups] = {}
 
 
 class RowManager(FlexManager):
@@ -123,8 +123,8 @@ def _static(options: DispatchOptions, max_tokens: int | None, *, cheap: bool) ->
 
 def _groups_of(layout: Layout, group: Any, two_hops: bool) -> Groups:
     """One set of process groups for all layers: NCCL communicators are dear."""
-    ranks = tuple(torch.distributed.get_process_group_ranks(group))
-    key = (ranks, layout.ranks_per_node, two_hops)
+    # By the group itself, not its ranks: groups that were destroyed and made anew have the same ranks.
+    key = (group, layout.ranks_per_node, two_hops)
     if key not in _groups:
         _groups[key] = make_groups(layout, group, two_hops=two_hops)
     return _groups[key]
