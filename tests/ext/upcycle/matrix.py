@@ -38,6 +38,7 @@ SHAPES = {
     "second": (Shape("gelu"), Moe(8, 2, 32, 2, {"moe_shared_expert_intermediate_size": 16,
                                                 "moe_shared_expert_gate": True})),
     "biases": (Shape("gelu", biases=True), Moe(8, 4, 16)),
+    "predicting": (Shape(mtp=1), Moe(16, 4, 16)),
 }  # fmt: skip
 # The same models in bf16, and some that only it has.
 SHAPES |= {f"{name} bf16": (replace(SHAPES[name][0], dtype=torch.bfloat16), SHAPES[name][1])
