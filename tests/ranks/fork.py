@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 
@@ -34,8 +36,23 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout_s: float =
             return _collect(results, world, timeout_s)
         finally:
             for process in ranks:
-                process.kill()
+                _kill_family(process.pid)
                 process.join()
+
+
+def _kill_family(pid: int | None) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(pid)
+        for one in [*rank.children(recursive=True), rank]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def _end_children() -> None:
+    """End what this rank has started, such as the process behind Megatron's checkpoint writer: it outlives a rank."""
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 def _collect(results: Any, world: int, timeout_s: float) -> list[Any]:
@@ -68,9 +85,12 @@ def _rank(
         )
         value = function(*args)
         dist.barrier()
+        _end_children()
         results.put((rank, "", value))
     except BaseException:
-        results.put((rank, traceback.format_exc(), None))
+        error = traceback.format_exc()
+        _end_children()
+        results.put((rank, error, None))
     results.close()
     results.join_thread()
     # No destructors of groups and threads that were made before the fork.
