@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
 
-.PHONY: help setup venv demo test test-ranks lint docs wheel lock clean
+.PHONY: help setup venv demo test test-ranks test-nightly lint docs wheel lock clean
 
 help:
 	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
@@ -29,7 +29,13 @@ test: setup lint
 	@$(PY) -m pytest tests -m "not gpu and not nightly and not ranks"
 
 test-ranks: setup
-	@$(PY) -m pytest tests -m ranks --durations=5
+	@# Two processes: tests/ranks forks its ranks, which must not inherit a process group.
+	@$(PY) -m pytest tests/ranks -m ranks --durations=5
+	@$(PY) -m pytest tests --ignore=tests/ranks -m "ranks and not nightly" --durations=5
+
+test-nightly: setup
+	@bash tools/setup/system.sh
+	@$(PY) -m pytest tests -m "nightly and not gpu" --durations=20
 
 lint: venv
 	@.venv/bin/ruff check .

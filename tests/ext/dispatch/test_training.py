@@ -54,7 +54,7 @@ def _largest_gap(one: Trained, other: Trained) -> float:
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
-@pytest.mark.ranks
+@pytest.mark.nightly
 @pytest.mark.timeout(1700)
 def test_fifty_steps_give_the_same_losses(root: Path, tmp_path: Path) -> None:
     right = train(root, "--moe-token-dispatcher-type alltoall", 50)
