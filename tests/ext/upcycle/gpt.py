@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import process_groups
 import torch
 from torch.nn import functional as F
+
+from megatron_ext.upcycle import target
 
 SEQ, BATCH, VOCAB = 16, 4, 64
 ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "squared_relu": lambda x: F.relu(x).pow(2)}
@@ -295,3 +298,16 @@ def moe_flags(moe: Moe) -> list[str]:
 __all__ = [
     "Layout", "Moe", "Shape", "build", "load", "loss", "losses", "moe_flags", "replace", "save_dense", "use_groups",
 ]  # fmt: skip
+
+
+def write_and_die(made: Path, content: target.Content, after: int) -> NoReturn:
+    """Write a checkpoint in this forked process, which is killed once `after` blocks are made."""
+    left = [after]
+
+    def count(block: target.Block) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), 9)
+
+    target.write_checkpoint(made, "release", "release", content, progress=count)
+    os._exit(0)

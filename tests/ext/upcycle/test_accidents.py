@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gpt import Layout, Moe, Shape, build, moe_flags, save_dense, use_groups
+from gpt import Layout, Moe, Shape, build, moe_flags, save_dense, use_groups, write_and_die
 
 from megatron_ext.cli import main
 from megatron_ext.errors import UserError
@@ -113,15 +113,7 @@ def _convert_and_die(dense: Path, made: Path, after: int) -> None:
     source = open_source(dense)
     wish = specs.MoeSpec(specs.RouterRule(8, 2), 64, (True, True), names="local")
     content = offline.plan_content(source, specs.dense_from_args(source.args), wish)
-    left = [after]
-
-    def count(block: target.Block) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), 9)
-
-    target.write_checkpoint(made, "release", "release", content, progress=count)
-    os._exit(0)
+    write_and_die(made, content, after)
 
 
 def test_data_goes_on_unless_asked(dense, tmp_path):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpt import Layout, Moe, Shape, build, load, loss, replace, save_dense, use_groups
+from gpt import Layout, Moe, Shape, build, load, loss, replace, save_dense, use_groups, write_and_die
 from test_verify import verify
 
 from megatron_ext.cli import main
 from megatron_ext.errors import UserError
 from megatron_ext.runtime import cpu
-from megatron_ext.upcycle import grow, target
+from megatron_ext.upcycle import grow
 from megatron_ext.upcycle.grow_spec import Growth, moe_from_args
 from megatron_ext.upcycle.source import TRACKER, open_source
 
@@ -195,15 +195,7 @@ def test_a_killed_growth_never_loads_as_complete(small, tmp_path, after):
 def _grow_and_die(small: Path, made: Path, after: int) -> None:
     source = open_source(small)
     content = grow.plan_content(source, moe_from_args(source.args), Growth(2, 2))
-    left = [after]
-
-    def count(block: target.Block) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), 9)
-
-    target.write_checkpoint(made, "release", "release", content, progress=count)
-    os._exit(0)
+    write_and_die(made, content, after)
 
 
 def test_the_schedule_and_the_data_go_on_as_asked(small, tmp_path):
