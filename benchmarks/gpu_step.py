@@ -64,7 +64,24 @@ class Variant:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def _variants() -> dict[str, Variant]:
+def variants(also: list[str]) -> dict[str, Variant]:
+    """Return the variants by name.
+
+    Args:
+        also: More of them, "NAME=BASE WORD ...": the flags and VARIABLE=VALUE words to put behind those of BASE.
+    """
+    made = _named()
+    for entry in also:
+        name, _, rest = entry.partition("=")
+        base, *words = rest.split()
+        split = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
+        variables = tuple((n, v) for n, _, v in (word.partition("=") for word in words[:split]))
+        of = made[base]
+        made[name] = Variant((*of.flags, *words[split:]), of.upstream, (*of.environment, *variables))
+    return made
+
+
+def _named() -> dict[str, Variant]:
     base = Variant((*MOE_ARGS, *HANDBOOK_ARGS), upstream=True)
     fast = (*MOE_ARGS, *PRESET_ARGS)
     no_cutlass = (("NVTE_USE_CUTLASS_GROUPED_GEMM", "0"),)
@@ -152,7 +169,7 @@ class Started:
 
 def start(args: argparse.Namespace, name: str, number: int) -> Started:
     """Start a variant up to its gate."""
-    variant = _variants()[name]
+    variant = variants(args.also)[name]
     folder = args.work / f"{number:02d}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("wb") as out:
@@ -233,7 +250,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of `megatron-moe tokenize`")
     parser.add_argument("--upstream", type=Path, help="unpatched tree with its dataset helper compiled")
-    parser.add_argument("--plan", default="upstream,preset,preset-dense", help=f"of: {', '.join(_variants())}")
+    parser.add_argument("--plan", default="upstream,preset,preset-dense", help=f"of: {', '.join(_named())}")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=BASE [VARIABLE=VALUE ...] [FLAG ...]",
+        help="one more variant for the plan: what to put behind those of BASE",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--global-batch", type=int, default=32)
