@@ -108,14 +108,17 @@ def summarize(events: Any) -> dict[str, Any]:
     from torch.autograd import DeviceType
 
     device = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    spans = sorted((e.time_range.start, e.time_range.end) for e in device)
-    busy, reached = 0.0, spans[0][0]
-    gaps: list[float] = []
-    for start, end in spans:
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in device)
+    busy, reached, last = 0.0, spans[0][0], ""
+    gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for start, end, name in spans:
         if start > reached:
-            gaps.append(start - reached)
+            gap = gaps[f"{_short(last)} -> {_short(name)}"]
+            gap[0] += (start - reached) / 1e3
+            gap[1] += 1
         busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        if end > reached:
+            reached, last = end, name
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in device:
@@ -129,11 +132,11 @@ def summarize(events: Any) -> dict[str, Any]:
         if event.device_type == DeviceType.CPU and "Synchronize" in event.name:
             waits[event.name][0] += event.time_range.elapsed_us() / 1e3
             waits[event.name][1] += 1
-    span = spans[-1][1] - spans[0][0]
+    span = reached - spans[0][0]
     return {
         "span_ms": span / 1e3,
         "idle_ms": (span - busy) / 1e3,
-        "gaps_over_100us": [len([g for g in gaps if g > 100]), sum(g for g in gaps if g > 100) / 1e3],
+        "gaps_ms": dict(sorted(gaps.items(), key=lambda item: -item[1][0])[:40]),
         "kernels": len(device),
         "kinds_ms": dict(sorted(kinds.items(), key=lambda item: -item[1])),
         "kernels_ms": dict(sorted(((name, value) for name, value in kernels.items()), key=lambda item: -item[1][0])),
@@ -141,11 +144,19 @@ def summarize(events: Any) -> dict[str, Any]:
     }
 
 
+def _short(name: str) -> str:
+    """Return what tells a kernel from the others in at most 44 characters."""
+    words = re.findall(r"[A-Za-z_]\w{5,}", re.sub(r"\b(void|at|native|anonymous namespace|std|array)\b", "", name))
+    return " ".join(words)[:44] or name[:44]
+
+
 def show(result: dict[str, Any], top: int) -> None:
     """Print the table."""
     span = result["span_ms"]
     print(f"step {span:.0f} ms, {result['kernels']} kernels, idle {result['idle_ms']:.1f} ms "
-          f"({result['idle_ms'] / span:.1%}), gaps over 100 us: {result['gaps_over_100us']}")  # fmt: skip
+          f"({result['idle_ms'] / span:.1%})")  # fmt: skip
+    for name, (took, count) in list(result["gaps_ms"].items())[:14]:
+        print(f"  idle {took:>7.1f} ms {count:>5} x {name}")
     for kind, took in result["kinds_ms"].items():
         print(f"  {kind:<16}{took:>9.1f} ms {took / span:>7.1%}")
     for name, (took, count) in list(result["kernels_ms"].items())[:top]:

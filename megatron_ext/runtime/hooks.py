@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.runtime import heap
+
 CALL_SITES = "patches/hooks/call-sites.patch"
 
 
@@ -111,6 +113,7 @@ def batch_read(sample: Mapping[str, Any]) -> None:
 def step_end(iteration: int) -> None:
     """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
     _session.last_step = iteration
+    heap.freeze_once()
     if _session.monitor is not None:
         _guarded("monitor", "step_end", lambda: _session.monitor.step_end(iteration))
     if _session.dispatch is not None:

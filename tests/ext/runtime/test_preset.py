@@ -22,6 +22,13 @@ def test_a_given_flag_keeps_its_value() -> None:
     assert "--cross-entropy-fusion-impl" not in _words((*MOE, "--cross-entropy-fusion-impl=native"))
 
 
+def test_the_mask_is_made_where_it_says_more_than_causal() -> None:
+    flag = "--no-create-attention-mask-in-dataloader"
+    assert flag in _words((*MOE, "--transformer-impl", "transformer_engine"))
+    assert flag not in _words((*MOE, "--reset-attention-mask"))
+    assert flag not in _words((*MOE, "--transformer-impl=local"))
+
+
 def test_a_dense_model_gets_no_expert_flags() -> None:
     words = _words(("--moe-ext-preset=hopper",))
     assert words
