@@ -4,7 +4,7 @@
 
 The experts multiply each row by its routing weight; a dense or shared FFN has none. Megatron gives the same formula to
 torch.compile, whose weighted backward took three times as long as a copy of as many bytes (one H200, torch 2.11). Patch
-gpu/swiglu asks `takes` and keeps upstream's function for everything else: the CPU, fp64, FP8 storage, a tensor subclass.
+gpu/swiglu asks `takes` and keeps upstream's function for all else: the CPU, fp64, FP8 storage, a tensor subclass.
 
 Arithmetic is fp32 throughout and each result is rounded once, as in upstream's compiled function on a GPU. What is
 kept for the backward is what upstream keeps: y and the weights.
