@@ -51,6 +51,8 @@ HANDBOOK_ARGS = (
     "--no-gradient-accumulation-fusion"  # the handbook's image has Apex for it; this machine does not
 ).split()
 PRESET_ARGS = ["--moe-ext-preset", "hopper"]
+# What the preset saves, a larger micro-batch uses: half as many launches, waits and sums of gradients.
+LARGER = ["--micro-batch-size", "16"]
 FORCED = ["--moe-router-force-load-balancing"]
 MONITOR = ["--moe-ext-run-dir", "{run}", "--moe-ext-no-trackio", "--moe-ext-observe-interval", "10"]
 
@@ -83,7 +85,7 @@ def variants(also: list[str]) -> dict[str, Variant]:
 
 def _named() -> dict[str, Variant]:
     base = Variant((*MOE_ARGS, *HANDBOOK_ARGS), upstream=True)
-    fast = (*MOE_ARGS, *PRESET_ARGS)
+    fast = (*MOE_ARGS, *PRESET_ARGS, *LARGER)
     no_cutlass = (("NVTE_USE_CUTLASS_GROUPED_GEMM", "0"),)
     return {
         "upstream": base,
@@ -91,7 +93,10 @@ def _named() -> dict[str, Variant]:
         "upstream-dense": Variant(tuple(HANDBOOK_ARGS), upstream=True),
         "preset": Variant(fast),
         "preset-forced": Variant((*fast, *FORCED)),
-        "preset-dense": Variant(tuple(PRESET_ARGS)),
+        "preset-dense": Variant((*PRESET_ARGS, *LARGER)),
+        "preset-dense-8": Variant(tuple(PRESET_ARGS)),
+        "preset-8": Variant((*MOE_ARGS, *PRESET_ARGS)),
+        "preset-fp8": Variant((*fast, "--moe-ext-preset", "hopper-fp8")),
         "preset-monitor": Variant((*fast, *MONITOR)),
         # One setting of the preset taken back, to see what it is worth.
         "preset-no-cutlass": Variant(fast, environment=no_cutlass),
@@ -147,9 +152,9 @@ def environment(args: argparse.Namespace, variant: Variant) -> dict[str, str]:
     made |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
     if variant.upstream:
         made |= {"MPATCH_TREE": str(tree), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    elif "--moe-ext-preset" in variant.flags:
+    elif name := preset.chosen(variant.flags):
         # The preset sets them too, but here the imports come first.
-        made |= {variable.name: variable.value for variable in preset.PRESETS["hopper"].variables}
+        made |= {variable.name: variable.value for variable in preset.PRESETS[name].variables}
     return made | dict(variant.environment)
 
 
@@ -217,7 +222,7 @@ def summary(results: list[Result]) -> dict[str, float]:
     median = {name: statistics.median(values) for name, values in runs.items()}
     wanted = (("preset", "upstream"), ("preset", "preset-dense"), ("preset-forced", "upstream-forced"),
               ("preset-forced", "preset-dense"), ("preset-dense", "upstream-dense"),
-              ("preset-monitor", "preset"))  # fmt: skip
+              ("preset-fp8", "preset"), ("preset-monitor", "preset"))  # fmt: skip
     return {f"{a} / {b}": median[a] / median[b] for a, b in wanted if a in median and b in median}
 
 

@@ -1,8 +1,8 @@
 """Presets: named tables of flags, each with its reason, applied only where the user gave no value.
 
 `--moe-ext-preset hopper` is what was fastest on one H200 without a change of the mathematics (docs/gpu.md has the
-reasons, docs/measurements.md the figures). Recomputation is left to the user: the preset frees memory, so that a run
-that needed full recomputation may need none.
+reasons, docs/measurements.md the figures). `hopper-fp8` is the same in 8 bits. Recomputation is left to the user: the
+preset frees memory, so that a run that needed full recomputation may need none.
 """
 
 from __future__ import annotations
@@ -52,47 +52,54 @@ class Preset:
     variables: tuple[PresetVariable, ...] = ()
 
 
+_HOPPER = (
+    PresetFlag(
+        ("--moe-permute-fusion",),
+        "one kernel sorts the tokens by expert, not a chain of small ones",
+        needs=("--num-experts",),
+    ),
+    PresetFlag(("--moe-router-fusion",), "top-k, scores and aux loss in one kernel", needs=("--num-experts",)),
+    PresetFlag(("--cross-entropy-loss-fusion",), "the loss in one pass over the logits"),
+    PresetFlag(
+        ("--cross-entropy-fusion-impl", "te"),
+        "Transformer Engine's loss kernel, which makes the gradient in the logits' place: 5 times faster "
+        "and 20 GiB less at 16k tokens",
+    ),
+    PresetFlag(
+        ("--fused-residual-rmsnorm",),
+        "the norm's backward adds the residual itself",
+        needs=("--normalization", "RMSNorm"),
+    ),
+    PresetFlag(
+        ("--no-create-attention-mask-in-dataloader",),
+        "the attention kernel is causal by itself; a mask is 134 MB a micro-batch of 8 at 4,096 tokens, made "
+        "and copied each time",
+        unless=(("--reset-attention-mask",), ("--transformer-impl", "local")),
+    ),
+    PresetFlag(
+        ("--moe-ext-loss-check", "step"),
+        "NaN protection with one wait for the GPU a step, not two a micro-batch",
+    ),
+)
+_HOPPER_VARIABLES = (
+    PresetVariable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "8",
+        "streams don't wait for each other",
+        ("--tensor-model-parallel-size", "--context-parallel-size"),
+    ),
+    PresetVariable("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one launch for all experts of a layer"),
+)
+_FP8 = (
+    PresetFlag(("--fp8-format", "e4m3"), "products of 8-bit numbers; weights, gradients and optimizer as with bf16"),
+    PresetFlag(
+        ("--fp8-recipe", "blockwise"),
+        "a scale for each 128 values, so that no outlier costs the rest of a tensor its precision",
+    ),
+)
 PRESETS = {
-    "hopper": Preset(
-        flags=(
-            PresetFlag(
-                ("--moe-permute-fusion",),
-                "one kernel sorts the tokens by expert, not a chain of small ones",
-                needs=("--num-experts",),
-            ),
-            PresetFlag(("--moe-router-fusion",), "top-k, scores and aux loss in one kernel", needs=("--num-experts",)),
-            PresetFlag(("--cross-entropy-loss-fusion",), "the loss in one pass over the logits"),
-            PresetFlag(
-                ("--cross-entropy-fusion-impl", "te"),
-                "Transformer Engine's loss kernel, which makes the gradient in the logits' place: 5 times faster "
-                "and 20 GiB less at 16k tokens",
-            ),
-            PresetFlag(
-                ("--fused-residual-rmsnorm",),
-                "the norm's backward adds the residual itself",
-                needs=("--normalization", "RMSNorm"),
-            ),
-            PresetFlag(
-                ("--no-create-attention-mask-in-dataloader",),
-                "the attention kernel is causal by itself; a mask is 134 MB a micro-batch of 8 at 4,096 tokens, made "
-                "and copied each time",
-                unless=(("--reset-attention-mask",), ("--transformer-impl", "local")),
-            ),
-            PresetFlag(
-                ("--moe-ext-loss-check", "step"),
-                "NaN protection with one wait for the GPU a step, not two a micro-batch",
-            ),
-        ),
-        variables=(
-            PresetVariable(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                "8",
-                "streams don't wait for each other",
-                ("--tensor-model-parallel-size", "--context-parallel-size"),
-            ),
-            PresetVariable("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one launch for all experts of a layer"),
-        ),
-    )
+    "hopper": Preset(_HOPPER, _HOPPER_VARIABLES),
+    "hopper-fp8": Preset((*_HOPPER, *_FP8), _HOPPER_VARIABLES),
 }
 
 
@@ -116,11 +123,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def chosen(given: Sequence[str]) -> str | None:
     """Return the preset's name among the words of a command line, before they are parsed."""
+    found = None  # the last one counts, as in argparse
     for index, word in enumerate(given):
         name, equals, value = word.partition("=")
         if name == "--moe-ext-preset":
-            return value if equals else given[index + 1] if index + 1 < len(given) else None
-    return None
+            found = value if equals else given[index + 1] if index + 1 < len(given) else None
+    return found
 
 
 def flags_for(name: str | None, device: Device, given: Sequence[str]) -> list[AddedFlag]:

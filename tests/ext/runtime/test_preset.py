@@ -22,6 +22,12 @@ def test_a_given_flag_keeps_its_value() -> None:
     assert "--cross-entropy-fusion-impl" not in _words((*MOE, "--cross-entropy-fusion-impl=native"))
 
 
+def test_the_last_preset_counts_and_fp8_is_hopper_in_8_bits() -> None:
+    fast, small = _words(MOE), _words((*MOE, "--moe-ext-preset=hopper-fp8"))
+    assert small - fast == {"--fp8-format", "--fp8-recipe"}
+    assert fast < small
+
+
 def test_the_mask_is_made_where_it_says_more_than_causal() -> None:
     flag = "--no-create-attention-mask-in-dataloader"
     assert flag in _words((*MOE, "--transformer-impl", "transformer_engine"))
