@@ -139,7 +139,7 @@ def words(args: argparse.Namespace, word: str, folder: Path) -> tuple[str, ...]:
 def for_cpu(flags: list[str]) -> list[str]:
     """Return flags without those that need a GPU."""
     preset, *name = PRESET_ARGS
-    return [flag for flag in flags if flag not in (preset, *name, "--moe-grouped-gemm")]
+    return [flag for flag in flags if flag not in (preset, *name, "--moe-grouped-gemm", "moe_act")]
 
 
 def data(args: argparse.Namespace) -> list[str]:
@@ -232,6 +232,8 @@ def main() -> int:
     args = parser.parse_args()
     args.work = args.work.resolve()
     plan = args.plan.split(",")
+    if args.upstream is None and any(_variants()[entry(args, word)[0]].upstream for word in plan):
+        parser.error("the plan has runs on unpatched Megatron: give its tree with --upstream")
     results: list[Result] = []
     with gated_run.ended_at_exit() as runs:
         runs.append(start(args, plan[0], 0))

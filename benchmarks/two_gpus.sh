@@ -15,7 +15,7 @@ device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 mkdir -p "$out"
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$root/build/megatron:$root:${PYTHONPATH:-}"
 plan=${PLAN:-preset@4,upstream@8,preset-dense@4,preset-dedup@4,preset-selective@8,preset-forced@4,upstream-forced@8,preset-dedup-forced@4}
 waiting=()
@@ -55,7 +55,9 @@ trap '[ ${#waiting[@]} -eq 0 ] || kill "${waiting[@]}" 2>/dev/null; cat "$work"/
 
 small=()
 toy=()
+own=(megatron)
 if [ "$device" = cpu ]; then
+  own=() # it needs CUDA streams
   small=(--tokens 32 256 --hidden 64 --repeats 3)
   toy=(--device cpu --global-batch 16)
 else
@@ -74,7 +76,7 @@ fi
 asked tests && part tests 120 '^(transfers|layers|monitor|upcycling|checkpoints): ' "$python" "$root/tests/gpu/test_two_gpus.py"
 if asked dispatch; then
   part dispatch 120 'Error' "$python" -m torch.distributed.run --standalone --nproc-per-node=2 \
-    "$here/dispatch_ep.py" --ranks-per-node 1 --dispatchers alltoall ${MEGATRON_TOO-megatron} dedup dedup-static twohop \
+    "$here/dispatch_ep.py" --ranks-per-node 1 --dispatchers alltoall "${own[@]}" dedup dedup-static twohop \
     "${small[@]}" --out "$out/dispatch_ep-x2.json"
   "$python" "$here/dispatch_ep.py" --show "$out/dispatch_ep-x2.json"
 fi
