@@ -17,7 +17,7 @@ work=$(mktemp -d)
 mkdir -p "$out"
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$root/build/megatron:$root:${PYTHONPATH:-}"
-plan=${PLAN:-preset@4,upstream@8,preset-dense@4,preset-dedup@4,preset-selective@8,preset-forced@4,upstream-forced@8,preset-dedup-forced@4}
+plan=${PLAN:-preset@6,upstream@8,preset-dense@6,preset-dedup@6,preset-expandable@8,preset-forced@6,upstream-forced@8,preset-dedup-forced@6}
 waiting=()
 
 asked() { [[ " ${parts[*]} " == *" $1 "* ]]; }
@@ -61,7 +61,7 @@ if [ "$device" = cpu ]; then
   small=(--tokens 32 256 --hidden 64 --repeats 3)
   toy=(--device cpu --global-batch 16)
 else
-  toy=(--global-batch 64)
+  toy=(--global-batch 48) # 3 micro-batches of 8 on each of two ranks, 4 of 6, 6 of 4
 fi
 data=()
 [ -z "${DATA:-}" ] || data=(--data "$DATA")
