@@ -166,9 +166,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--router-dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--fusion", action="store_true", help="TE's fused top-k, as --moe-router-fusion")
+    parser.add_argument(
+        "--fusion",
+        action=argparse.BooleanOptionalAction,
+        help="TE's fused top-k, as the preset has it (default on cuda)",
+    )
     parser.add_argument("--json", type=Path, help="figures (default: results/observe_pieces-DEVICE.json)")
     options = parser.parse_args()
+    options.fusion = options.device == "cuda" if options.fusion is None else options.fusion
     options.router_dtype = None if options.router_dtype == "bf16" else options.router_dtype
     work = pieces(options)
     paths = ("triton", "torch") if options.device == "cuda" else ("torch",)
