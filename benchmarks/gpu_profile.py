@@ -21,7 +21,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gpu_step import MODEL_ARGS, MOE_ARGS, PRESET_ARGS, TRAIN_ARGS, machine
+from gated_run import machine
+from gpu_step import MODEL_ARGS, MOE_ARGS, PRESET_ARGS, TRAIN_ARGS
 
 # The first pattern that a kernel's name matches gives its kind.
 KINDS = (
@@ -53,7 +54,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = {**machine(), "micro_batch": args.micro_batch, "flags": args.flags, **profile(args, Path(folder))}
+        result = {**machine("cuda"), "micro_batch": args.micro_batch, "flags": args.flags, **profile(args, Path(folder))}
     show(result, args.top)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,16 @@
 """Claim: `--moe-ext-preset hopper` trains the handbook's MoE faster than upstream's flags, with the same mathematics.
 
     python benchmarks/gpu_step.py --data MANIFEST [--upstream TREE] [--plan NAME,NAME,...] [--steps 8] [--out FILE]
+    python benchmarks/gpu_step.py --ranks 2 --layers 16 --global-batch 48 --plan upstream,preset@6,preset-dedup@6 ...
 
-Each name of the plan is one fresh process through the plain entry point (`megatron-moe train`), in the order given, so
-that baseline and preset alternate on one machine. A process is started, up to its imports, while the one before it
-runs, and ended once it has printed its last step. The model is the 8-layer slice of the handbook's (hidden 2,048, 32
-heads, 4 KV groups; 64 experts of 1,024, top-8, or a dense FFN of 8,192), sequence 4,096, bf16, one GPU, real text. The
-vocabulary is padded to the handbook's 128,256 whatever the tokenizer's is. Figures
-are Megatron's own: TFLOP/s a GPU and ms a step, the median after the first three steps; peak allocated MiB.
+Each name of the plan is one fresh start through the plain entry point (`megatron-moe train`), in the order given, so
+that baseline and preset alternate on one machine; `NAME@N` takes micro-batch N. A start is made, up to its imports,
+while the one before it runs, and ended once it has printed its last step. The model is the handbook's (hidden 2,048, 32
+heads, 4 KV groups; 64 experts of 1,024, top-8, or a dense FFN of 8,192) with 8 of its 16 layers unless told otherwise,
+sequence 4,096, bf16, real text, or Megatron's mock data without --data. The experts lie over all ranks. The vocabulary
+is padded to the handbook's 128,256 whatever the tokenizer's is. Figures are Megatron's own: TFLOP/s a GPU and ms a
+step, the median after the first three steps; peak allocated MiB of rank 0. Ratios take a variant's fastest micro-batch.
+`--device cpu` rehearses with a toy.
 """
 
 # ruff: noqa: SIM905  (flags read better as a command line)
@@ -15,16 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import gated_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -51,9 +51,15 @@ HANDBOOK_ARGS = (
     "--no-gradient-accumulation-fusion"  # the handbook's image has Apex for it; this machine does not
 ).split()
 PRESET_ARGS = ["--moe-ext-preset", "hopper"]
-# What the preset saves, a larger micro-batch uses: half as many launches, waits and sums of gradients.
-LARGER = ["--micro-batch-size", "16"]
 FORCED = ["--moe-router-force-load-balancing"]
+DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "dedup"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
+# Put behind the flags above, of which Megatron takes the last: what the CPU trains in a few seconds.
+TOY = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
+    "--seq-length 64 --max-position-embeddings 64 --make-vocab-size-divisible-by 128 --no-gradient-accumulation-fusion"
+).split()
 MONITOR = ["--moe-ext-run-dir", "{run}", "--moe-ext-no-trackio", "--moe-ext-observe-interval", "10"]
 
 
@@ -70,11 +76,11 @@ def variants(also: list[str]) -> dict[str, Variant]:
     """Return the variants by name.
 
     Args:
-        also: More of them, "NAME=BASE WORD ...": the flags and VARIABLE=VALUE words to put behind those of BASE.
+        also: More of them, "NAME=BASE WORD ...": VARIABLE=VALUE words, then flags, to put behind those of BASE.
     """
     made = _named()
-    for entry in also:
-        name, _, rest = entry.partition("=")
+    for line in also:
+        name, _, rest = line.partition("=")
         base, *words = rest.split()
         split = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
         variables = tuple((n, v) for n, _, v in (word.partition("=") for word in words[:split]))
@@ -85,7 +91,9 @@ def variants(also: list[str]) -> dict[str, Variant]:
 
 def _named() -> dict[str, Variant]:
     base = Variant((*MOE_ARGS, *HANDBOOK_ARGS), upstream=True)
-    fast = (*MOE_ARGS, *PRESET_ARGS, *LARGER)
+    fast = (*MOE_ARGS, *PRESET_ARGS)
+    # Learned routing changes the sizes at every step: the allocator then leaves gaps that other sizes cannot use.
+    expandable = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
     no_cutlass = (("NVTE_USE_CUTLASS_GROUPED_GEMM", "0"),)
     return {
         "upstream": base,
@@ -93,19 +101,19 @@ def _named() -> dict[str, Variant]:
         "upstream-dense": Variant(tuple(HANDBOOK_ARGS), upstream=True),
         "preset": Variant(fast),
         "preset-forced": Variant((*fast, *FORCED)),
-        "preset-dense": Variant((*PRESET_ARGS, *LARGER)),
-        "preset-dense-8": Variant(tuple(PRESET_ARGS)),
-        "preset-8": Variant((*MOE_ARGS, *PRESET_ARGS)),
+        "preset-dense": Variant(tuple(PRESET_ARGS)),
         "preset-fp8": Variant((*fast, "--moe-ext-preset", "hopper-fp8")),
         "preset-monitor": Variant((*fast, *MONITOR)),
+        "preset-dedup": Variant((*fast, *DEDUP)),
+        "preset-dedup-forced": Variant((*fast, *DEDUP, *FORCED)),
         # One setting of the preset taken back, to see what it is worth.
         "preset-no-cutlass": Variant(fast, environment=no_cutlass),
         "preset-loss-check-each": Variant((*fast, "--moe-ext-loss-check", "micro-batch")),
         "preset-no-wgrad-fusion": Variant((*fast, "--no-gradient-accumulation-fusion")),
         "preset-no-nan-check": Variant((*fast, "--no-check-for-nan-in-loss-and-grad")),
-        "preset-selective": Variant(
-            (*fast, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
-        ),
+        "preset-selective": Variant((*fast, *SELECTIVE)),
+        "preset-expandable": Variant(fast, environment=expandable),
+        "preset-dedup-selective": Variant((*fast, *DEDUP, *SELECTIVE)),
     }
 
 
@@ -114,148 +122,126 @@ class Result:
     """One run: medians after the first steps, the spread over them, and every step's loss."""
 
     name: str
+    micro_batch: int
     tflops: float
     step_ms: float
     step_ms_min: float
     step_ms_max: float
     peak_mib: float
+    reserved_mib: float
     losses: list[float]
     wall_s: float  # from the gate to the last step: without the imports
 
 
-def command(args: argparse.Namespace, variant: Variant, folder: Path) -> list[str]:
-    """Return the command of a variant, which waits for the file `folder/go`."""
+def entry(args: argparse.Namespace, word: str) -> tuple[str, int]:
+    """Return the variant's name and the micro-batch of an entry of the plan."""
+    name, _, micro_batch = word.partition("@")
+    return name, int(micro_batch or args.micro_batch)
+
+
+def words(args: argparse.Namespace, word: str, folder: Path) -> tuple[str, ...]:
+    """Return the script and the flags of an entry of the plan."""
+    name, micro_batch = entry(args, word)
+    variant = variants(args.also)[name]
     script = ROOT / "benchmarks" / "upstream_train.py" if variant.upstream else ROOT / "megatron_ext" / "cli.py"
-    data = args.data.parent
+    moe = "--num-experts" in variant.flags
+    cpu = args.device == "cpu"
+    flags = [flag.format(run=folder / "run") for flag in variant.flags]
+    return (
+        str(script), "train", "--device", args.device, "--", *MODEL_ARGS, "--num-layers", str(args.layers), *TRAIN_ARGS,
+        "--micro-batch-size", str(micro_batch), "--global-batch-size", str(args.global_batch),
+        "--train-iters", str(args.steps), "--log-memory-interval", "1", *data(args),
+        *(for_cpu(flags) if cpu else flags),
+        *(("--expert-model-parallel-size", str(args.ranks)) if moe and args.ranks > 1 else ()),
+        *(TOY if cpu else ()), *(("--moe-ffn-hidden-size", "64") if cpu and moe else ()),
+    )  # fmt: skip
+
+
+def for_cpu(flags: list[str]) -> list[str]:
+    """Return flags without those that need a GPU."""
+    preset, *name = PRESET_ARGS
+    return [flag for flag in flags if flag not in (preset, *name, "--moe-grouped-gemm", "moe_act")]
+
+
+def data(args: argparse.Namespace) -> list[str]:
+    """Return the flags of the text, or of Megatron's mock data."""
+    if args.data is None:
+        return MOCK
+    folder = args.data.parent
     return [
-        sys.executable, str(ROOT / "benchmarks" / "gated_start.py"), str(folder / "go"), str(script),
-        "train", "--device", "cuda", "--", *MODEL_ARGS, *TRAIN_ARGS,
-        "--micro-batch-size", str(args.micro_batch), "--global-batch-size", str(args.global_batch),
-        "--train-iters", str(args.steps),
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer"),
-        "--per-split-data-args-path", str(data / "blend.json"), "--data-cache-path", str(args.work / "cache"),
-        *(flag.format(run=folder / "run") for flag in variant.flags),
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"),
+        "--per-split-data-args-path", str(folder / "blend.json"), "--data-cache-path", str(args.work / "cache"),
     ]  # fmt: skip
 
 
 def environment(args: argparse.Namespace, variant: Variant) -> dict[str, str]:
-    """Return the environment: the right Megatron first, one rank, NVLink multicast off."""
+    """Return what is added to the environment: the right Megatron first, NVLink multicast off."""
     from megatron_ext.runtime import preset
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     tree = args.upstream if variant.upstream else ROOT / "build" / "megatron"
-    paths = [str(tree), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1"}
-    made |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    made = {"PYTHONPATH": gated_run.python_path(tree, ROOT), "NCCL_NVLS_ENABLE": "0"}
     if variant.upstream:
         made |= {"MPATCH_TREE": str(tree), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     elif name := preset.chosen(variant.flags):
         # The preset sets them too, but here the imports come first.
         made |= {variable.name: variable.value for variable in preset.PRESETS[name].variables}
+    if args.device == "cpu":
+        made |= {"OMP_NUM_THREADS": "1"}
     return made | dict(variant.environment)
 
 
-@dataclass
-class Started:
-    """A process that waits at its gate, or runs."""
-
-    name: str
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def log(self) -> str:
-        """What it has printed so far."""
-        return (self.folder / "log.txt").read_text(errors="replace")
+def start(args: argparse.Namespace, word: str, number: int) -> gated_run.Started:
+    """Start an entry of the plan up to its gate."""
+    folder = args.work / f"{number:02d}-{word}"
+    variant = variants(args.also)[entry(args, word)[0]]
+    made = environment(args, variant)
+    job = gated_run.Job(word, words(args, word, folder), made, tuple(range(args.ranks)), args.steps)
+    return gated_run.start(job, folder)
 
 
-def start(args: argparse.Namespace, name: str, number: int) -> Started:
-    """Start a variant up to its gate."""
-    variant = variants(args.also)[name]
-    folder = args.work / f"{number:02d}-{name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("wb") as out:
-        process = subprocess.Popen(
-            command(args, variant, folder), env=environment(args, variant), stdout=out, stderr=subprocess.STDOUT
-        )
-    return Started(name, folder, process)
-
-
-def finish(args: argparse.Namespace, run: Started) -> Result | None:
+def finish(args: argparse.Namespace, run: gated_run.Started) -> Result | None:
     """Open the gate and wait for the last step; None where the run failed or took too long (its log says why)."""
-    begin = time.monotonic()
-    (run.folder / "go").touch()
-    last = re.compile(rf"iteration +{args.steps}/ +{args.steps} \|.*\n")
-    complete = False
-    while not complete and run.process.poll() is None and time.monotonic() - begin < args.limit:
-        time.sleep(0.1)
-        complete = bool(last.search(run.log))
-    run.process.kill()
-    run.process.wait()
-    if not last.search(run.log):
-        print(f"{run.name}: failed after {time.monotonic() - begin:.0f} s\n{run.log[-3000:]}", flush=True)
+    run.open_gate()
+    seconds = run.wait(args.limit)
+    if seconds is None:
+        print(f"{run.job.name}: failed after {time.monotonic() - run.opened:.0f} s", flush=True)
+        print(gated_run.failure(run.log), flush=True)
         return None
-    return parse(run.name, run.log, time.monotonic() - begin)
-
-
-def parse(name: str, text: str, wall_s: float) -> Result:
-    """Read Megatron's step lines."""
-
-    def values(pattern: str) -> list[float]:
-        return [float(value) for value in re.findall(pattern, text)]
-
-    ms = values(r"elapsed time per iteration \(ms\): ([0-9.]+)")[SKIP:]
-    tflops = values(r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")[SKIP:]
-    peak = values(r"max allocated: ([0-9.]+)") or values(r"max allocated \(MB\)[^0-9]*([0-9.]+)") or [float("nan")]
-    return Result(
-        name, statistics.median(tflops), statistics.median(ms), min(ms), max(ms), max(peak),
-        values(r"lm loss: ([0-9.E+-]+)"), wall_s,
-    )  # fmt: skip
+    name, micro_batch = entry(args, run.job.name)
+    return Result(name, micro_batch, **asdict(gated_run.parse(run.log, SKIP)), wall_s=seconds)
 
 
 def summary(results: list[Result]) -> dict[str, float]:
-    """Return the ratios that the claim is about, over the medians of each variant's runs."""
-    runs = {name: [r.tflops for r in results if r.name == name] for name in {r.name for r in results}}
-    median = {name: statistics.median(values) for name, values in runs.items()}
+    """Return the ratios that the claim is about, over the medians of each variant's runs at its fastest micro-batch."""
+    median: dict[str, float] = {}
+    for name, micro_batch in sorted({(r.name, r.micro_batch) for r in results}):
+        runs = [r.tflops for r in results if (r.name, r.micro_batch) == (name, micro_batch)]
+        median[name] = max(median.get(name, 0.0), statistics.median(runs))
     wanted = (("preset", "upstream"), ("preset", "preset-dense"), ("preset-forced", "upstream-forced"),
               ("preset-forced", "preset-dense"), ("preset-dense", "upstream-dense"),
-              ("preset-fp8", "preset"), ("preset-monitor", "preset"))  # fmt: skip
-    return {f"{a} / {b}": median[a] / median[b] for a, b in wanted if a in median and b in median}
-
-
-def machine() -> dict[str, str]:
-    """Return the card and the versions that a figure belongs to."""
-    from importlib.metadata import version
-
-    import torch
-
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return {
-        "card": card,
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformer_engine": version("transformer_engine"),
-    }
+              ("preset-monitor", "preset"), ("preset-fp8", "preset"), ("preset-dedup", "preset"),
+              ("preset-dedup-forced", "preset-forced"), ("preset-dedup", "preset-dense"),
+              ("preset-dedup", "upstream"))  # fmt: skip
+    return {f"{a} / {b}": median[a] / median[b] for a, b in wanted if a in median and median.get(b)}
 
 
 def write(args: argparse.Namespace, results: list[Result]) -> None:
     """Write what was measured so far."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {**machine(), "steps": args.steps, "micro_batch": args.micro_batch}
-    record |= {"global_batch": args.global_batch, "ratios": summary(results)}
+    record = {**gated_run.machine(args.device), "ranks": args.ranks, "layers": args.layers, "steps": args.steps}
+    record |= {"global_batch": args.global_batch, "data": "text" if args.data else "mock", "ratios": summary(results)}
     args.out.write_text(json.dumps({**record, "runs": [asdict(r) for r in results]}, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="manifest.json of `megatron-moe tokenize`")
+    parser.add_argument("--data", type=Path, help="manifest.json of `megatron-moe tokenize` (default: mock data)")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs; the experts lie over all of them")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with a toy")
     parser.add_argument("--upstream", type=Path, help="unpatched tree with its dataset helper compiled")
-    parser.add_argument("--plan", default="upstream,preset,preset-dense", help=f"of: {', '.join(_named())}")
+    names = f"of: {', '.join(_named())}; NAME@N takes micro-batch N"
+    parser.add_argument("--plan", default="upstream,preset,preset-dense", help=names)
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=BASE [VARIABLE=VALUE ...] [FLAG ...]",
         help="one more variant for the plan: what to put behind those of BASE",
@@ -271,9 +257,11 @@ def main() -> int:
     args = parser.parse_args()
     args.work = args.work.resolve()
     plan = args.plan.split(",")
+    if args.upstream is None and any(variants(args.also)[entry(args, word)[0]].upstream for word in plan):
+        parser.error("the plan has runs on unpatched Megatron: give its tree with --upstream")
     results: list[Result] = []
-    waiting = [start(args, plan[0], 0)]
-    try:
+    with gated_run.ended_at_exit() as runs:
+        runs.append(start(args, plan[0], 0))
         while args.wait_for and not args.wait_for.exists():
             time.sleep(0.1)
         begin = time.monotonic()
@@ -281,22 +269,17 @@ def main() -> int:
             if time.monotonic() - begin > args.until:
                 print(f"{name}: not run, out of time", flush=True)
                 break
-            current = waiting.pop()
             if number + 1 < len(plan):
-                waiting.append(start(args, plan[number + 1], number + 1))
-            result = finish(args, current)
+                runs.append(start(args, plan[number + 1], number + 1))
+            result = finish(args, runs[number])
             if result is None:
                 continue
             results.append(result)
             print(f"{name:<26}{result.tflops:>8.1f} TFLOP/s{result.step_ms:>9.1f} ms ({result.step_ms_min:.0f} to "
-                  f"{result.step_ms_max:.0f}){result.peak_mib:>10.0f} MiB  loss {result.losses[-1]:.4f}"
-                  f"  {result.wall_s:.0f} s", flush=True)  # fmt: skip
+                  f"{result.step_ms_max:.0f}){result.peak_mib:>10.0f} MiB, {result.reserved_mib:.0f} reserved  loss "
+                  f"{result.losses[-1]:.4f}  {result.wall_s:.0f} s", flush=True)  # fmt: skip
             if args.out:
                 write(args, results)
-    finally:
-        for left in waiting:
-            left.process.kill()
-            left.process.wait()
     for pair, ratio in summary(results).items():
         print(f"{pair:<34}{ratio:.3f}")
     return 0 if len(results) == len(plan) else 1

@@ -38,9 +38,9 @@ def main() -> int:
 
     import torch
     import transformer_engine_torch as tex
-    from gpu_step import machine
+    from gated_run import machine
 
-    result: dict[str, Any] = {**machine(), "cublaslt": tex.get_cublasLt_version(), "ways": {}}
+    result: dict[str, Any] = {**machine("cuda"), "cublaslt": tex.get_cublasLt_version(), "ways": {}}
     print(f"cuBLASLt {result['cublaslt']}, {torch.cuda.get_device_name()}", flush=True)
     print(f"{'way':<9}{'layer':<6}" + (2 * "{:>13}{:>9}{:>9}").format(*HEADS))
     for way in args.ways.split(","):

@@ -1,26 +1,36 @@
 """What the instruments cost: the same model trained with and without them, in blocks taking turns, in one process.
 
     python benchmarks/observe_overhead.py                 # a toy on the CPU, 150 s
-    python benchmarks/observe_overhead.py --device cuda   # 8 layers of the handbook's model, one GPU, about 85 s
+    python benchmarks/observe_overhead.py --device cuda   # 8 layers of the handbook's model, one GPU, about 150 s
 
 Claims, at the default sampling (every 10th step): less than 1 % of the step, and of a GPU's peak memory.
 
 Real training through the plain entry point with a run directory. Blocks of one sampling interval with everything on
 (hooks, the reduction, alarms, the run directory's writer, the process that feeds Trackio) stand beside blocks in which
 the hooks return at once and nothing is written, in the order on, off, off, on, so that drift hits both. Each step is
-timed with the device waited for at its end. The ratio is the sum over the places of a block of the median step there,
-over as many median steps without: one slow step of a crowded machine moves neither. Every pair of neighbouring blocks
-gives a ratio of its own for the spread; the same in the process's CPU seconds. On the CPU, where a hook's work is done
-when the hook returns, the time inside the instruments' calls is also added up and said as a share of the steps: that
-resolves what the pairs' spread cannot. Memory: the highest peak of a sampled step over the highest of one without.
+timed with the device waited for at its end, which shows host time that training could hide. The ratio is the sum over
+the places of a block of the median step there, over as many median steps without: one slow step of a crowded machine
+moves neither. Its 95 % interval is that of the rounds (on, off, off, on) drawn again with replacement. Every pair of
+neighbouring blocks gives a ratio of its own for the spread; the same in the process's CPU seconds. What a sampled step
+takes longer is also said by itself: the last step of a block less the median of that block, with the instruments and
+without.
+
+Python's full garbage collection takes some 400 ms of one step in fifty here, with and without the instruments. So all
+objects are frozen at the end of the warm-up, and a collection that isn't timed ends each block.
+
+On the CPU, where a hook's work is done when the hook returns, the time inside the instruments' calls is also added up
+and said as a share of the steps: that resolves what the pairs' spread cannot. Memory: the highest peak of a sampled
+step over the highest of one without.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
+import random
 import socket
 import statistics
 import sys
@@ -129,11 +139,14 @@ class Stopwatch:
             probes = self._hooks._session.monitor._probes
             for probe in probes:
                 probe.guarded = self.timed(probe.guarded)
+            gc.collect()
+            gc.freeze()
             self._end = time.monotonic() + self._seconds
         else:
             self.blocks.append(self._block)
             if time.monotonic() > self._end:
                 raise Enough
+        gc.collect()
         self._counting = True
         on = ORDER[len(self.blocks) % len(ORDER)]
         self._block = Block(on)
@@ -155,20 +168,20 @@ class Stopwatch:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, help="how long to measure after the start (default: CPU 150, GPU 40)")
+    parser.add_argument("--seconds", type=float, help="how long to measure after the start (default: CPU 150, GPU 100)")
     parser.add_argument("--interval", type=int, default=10, help="sampling interval (default: the monitor's own)")
     parser.add_argument("--warm-up", type=int, help="steps before (default: one interval)")
     parser.add_argument("--flags", default="", help="more Megatron flags, put last")
     parser.add_argument("--json", type=Path, help="figures (default: results/observe_overhead-DEVICE.json)")
     options = parser.parse_args()
-    seconds = options.seconds or (40.0 if options.device == "cuda" else 150.0)
+    seconds = options.seconds or (100.0 if options.device == "cuda" else 150.0)
     with tempfile.TemporaryDirectory() as folder:
         watch = train(options, seconds, Path(folder))
     result = figures(watch, options)
     show(result)
     target = options.json or RESULTS / f"observe_overhead-{options.device}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "places_on_ms"}))
+    print(json.dumps({name: value for name, value in result.items() if not name.startswith("places")}))
     return 0 if result["met"] else 1
 
 
@@ -201,9 +214,10 @@ def figures(watch: Stopwatch, options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "observe_overhead", "device": options.device, "interval": options.interval,
         "blocks": [len(on), len(off)], "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg(),
     }  # fmt: skip
+    rounds = [watch.blocks[at : at + len(ORDER)] for at in range(0, len(watch.blocks), len(ORDER))]
+    whole = [blocks for blocks in rounds if len(blocks) == len(ORDER)]
     for clock in ("wall", "cpu"):
-        without = statistics.median(step for block in off for step in getattr(block, clock))
-        places = [statistics.median(steps) for steps in zip(*(getattr(block, clock) for block in on), strict=True)]
+        places, without = compared(watch.blocks, clock)
         pairs = [
             statistics.fmean(getattr(a, clock)) / statistics.fmean(getattr(b, clock))
             for a, b in (sorted(pair, key=lambda block: not block.on) for pair in pairwise(watch.blocks))
@@ -212,9 +226,16 @@ def figures(watch: Stopwatch, options: argparse.Namespace) -> dict[str, Any]:
         result[f"{clock}_off_ms"] = 1e3 * without
         result[f"{clock}_on_ms"] = 1e3 * statistics.fmean(places)
         result[f"{clock}_ratio"] = statistics.fmean(places) / without
+        result[f"{clock}_ratio_95"] = interval_of(whole, clock)
         result[f"{clock}_pairs_quartiles"] = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else pairs
         if clock == "wall":
             result["places_on_ms"] = [1e3 * place for place in places]
+            each = zip(*(block.wall for block in off), strict=True)
+            result["places_off_ms"] = [1e3 * statistics.median(steps) for steps in each]
+    above = [
+        statistics.median(block.wall[-1] - statistics.median(block.wall) for block in blocks) for blocks in (on, off)
+    ]
+    result["sampled_step_extra_ms"] = 1e3 * (above[0] - above[1])
     if options.device == "cpu":
         result["inside_share"] = watch.inside_s / watch.around_s
     # A block ends with its sampled step.
@@ -229,13 +250,36 @@ def figures(watch: Stopwatch, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def compared(blocks: list[Block], clock: str) -> tuple[list[float], float]:
+    """Return the median step at each place of the blocks that are on, and of all steps of those that are off."""
+    on = [getattr(block, clock) for block in blocks if block.on]
+    off = [step for block in blocks if not block.on for step in getattr(block, clock)]
+    return [statistics.median(steps) for steps in zip(*on, strict=True)], statistics.median(off)
+
+
+def interval_of(rounds: list[list[Block]], clock: str) -> list[float]:
+    """Return the ratio's 2.5 % and 97.5 % points over draws of as many rounds; empty where there are too few rounds."""
+    if len(rounds) < 3:
+        return []
+    draw = random.Random(1)
+    ratios = []
+    for _ in range(400):
+        places, without = compared([block for one in draw.choices(rounds, k=len(rounds)) for block in one], clock)
+        ratios.append(statistics.fmean(places) / without)
+    cuts = statistics.quantiles(ratios, n=40)
+    return [cuts[0], cuts[-1]]
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
-    print(f"{'a step':<14}{'off':>12}{'on':>12}{'ratio':>9}   quartiles of the pairs")
+    print(f"{'a step':<14}{'off':>12}{'on':>12}{'ratio':>9}   95 % interval; quartiles of the pairs")
     for clock in ("wall", "cpu"):
-        spread = ", ".join(f"{value:.4f}" for value in result[f"{clock}_pairs_quartiles"])
+        spread = "; ".join(
+            ", ".join(f"{value:.4f}" for value in result[f"{clock}_{name}"]) for name in ("ratio_95", "pairs_quartiles")
+        )
         off, on, ratio = (result[f"{clock}_{name}"] for name in ("off_ms", "on_ms", "ratio"))
         print(f"{clock + ' ms':<14}{off:>12.2f}{on:>12.2f}{ratio:>9.4f}   {spread}")
+    print(f"a sampled step takes {result['sampled_step_extra_ms']:.2f} ms longer")
     if result["device"] == "cpu":
         print(f"inside the instruments' calls: {result['inside_share']:.2%} of the steps' time")
     else:

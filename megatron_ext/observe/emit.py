@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.observe import names
+from megatron_ext.observe import formulas, names
 from megatron_ext.observe.formulas import Floats
 from megatron_ext.observe.sample import Sample
 
@@ -30,24 +30,38 @@ def scalars(sample: Sample, *, layers: str, alarmed: Mapping[str, Iterable[int]]
     """
     every = layers == "all" or (layers == "auto" and len(sample.layers) <= ALL_LAYERS_UP_TO)
     out: dict[str, float] = {}
-    for metric, values in sample.values.items():
-        out |= _aggregates(metric, values, sample.layers)
-        shown = set(sample.layers) if every else set(alarmed.get(metric, ()))
-        for layer, value in zip(sample.layers, values.tolist(), strict=True):
-            if layer in shown and np.isfinite(value):
+    # All metrics at once: this runs beside training, in the same interpreter.
+    table = np.array(list(sample.values.values()))
+    for metric, values, extremes in zip(sample.values, table.tolist(), _extremes(table), strict=True):
+        out |= _aggregates(metric, values, extremes, sample.layers)
+        shown = sample.layers if every else set(alarmed.get(metric, ()))
+        for layer, value in zip(sample.layers, values, strict=True) if shown else ():
+            if layer in shown and math.isfinite(value):
                 out[names.layer_key(metric, layer)] = value
     return out | dict(sample.step_values)
 
 
-def _aggregates(metric: str, values: Floats, layers: tuple[int, ...]) -> dict[str, float]:
-    seen = np.flatnonzero(np.isfinite(values))
-    if not seen.size:
+def _extremes(table: Floats) -> list[tuple[int, int, float]]:
+    """Return for each row of [M, L] where its largest and its smallest value are, and its mean; NaN is left out."""
+    if not table.size:
+        return []
+    seen = np.isfinite(table)
+    highest = np.where(seen, table, -np.inf).argmax(-1)
+    lowest = np.where(seen, table, np.inf).argmin(-1)
+    mean = formulas.mean_over(np.where(seen, table, 0.0).sum(-1), seen.sum(-1))
+    return list(zip(highest.tolist(), lowest.tolist(), mean.tolist(), strict=True))
+
+
+def _aggregates(
+    metric: str, values: list[float], extremes: tuple[int, int, float], layers: tuple[int, ...]
+) -> dict[str, float]:
+    highest, lowest, mean = extremes
+    if not math.isfinite(mean):
         return {}
-    highest, lowest = seen[values[seen].argmax()], seen[values[seen].argmin()]
     out = {
-        names.aggregate_key(metric, "max"): float(values[highest]),
-        names.aggregate_key(metric, "min"): float(values[lowest]),
-        names.aggregate_key(metric, "mean"): float(values[seen].mean()),
+        names.aggregate_key(metric, "max"): values[highest],
+        names.aggregate_key(metric, "min"): values[lowest],
+        names.aggregate_key(metric, "mean"): mean,
     }
     worse = names.METRICS[metric].worse
     if worse in (names.Worse.UP, names.Worse.EITHER):
@@ -61,15 +75,11 @@ def extra_of(sample: Sample, sources: tuple[str, ...]) -> dict[str, Any]:
     """Return the further fields of a routing frame, ready for JSON (docs/architecture.md)."""
     extra: dict[str, Any] = {}
     if sample.expert_rms is not None:
-        extra["expert_rms"] = [[_short(value) for value in row] for row in sample.expert_rms.tolist()]
+        extra["expert_rms"] = formulas.shortened(sample.expert_rms)
     if sample.tokens_per_source is not None:
         extra["sources"] = list(sources)
         extra["tokens_per_source"] = sample.tokens_per_source.tolist()
     return extra
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 class Thinning:

@@ -7,6 +7,7 @@ experts a token, T tokens. Leading axes broadcast; NaN says "no value", never 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,3 +164,14 @@ def step_noise(values: Floats) -> float:
     Three in four differences of two normal values of spread s are below 1.627 s; a spike isn't among them.
     """
     return float(np.quantile(np.abs(np.diff(values)), 0.75)) / 1.627
+
+
+def shortened(values: NDArray, digits: int = 4) -> list[Any]:
+    """Return an array as nested lists ready for JSON: so many significant digits, None for what isn't finite."""
+    values = np.asarray(values, np.float64)
+    usable = np.isfinite(values) & (values != 0)
+    power = digits - 1 - np.floor(np.log10(np.abs(np.where(usable, values, 1.0)))).astype(np.int64)
+    # Times and over whole powers of ten, exact up to 10^22: the result is then the double nearest to the decimal.
+    up, down = 10.0 ** np.clip(power, 0, 300), 10.0 ** np.clip(-power, 0, 300)
+    rounded = np.where(usable, np.rint(values * up / down) / up * down, values)
+    return np.where(np.isfinite(values), rounded, None).tolist()  # type: ignore[call-overload]

@@ -70,6 +70,8 @@ class Monitor:
         self._publisher: Publisher | None = None
         self._pending: _Pending | None = None
         self._clock: StepClock | None = None
+        # One buffer of pinned memory: a sample is delivered before the next one is copied.
+        self._on_host: Tensor | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, sink: Sink | None) -> Monitor | None:
@@ -224,7 +226,9 @@ class Monitor:
         self._deliver(wait=True)
         on_host, arrived = packed, None
         if packed.is_cuda:
-            on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            if self._on_host is None:
+                self._on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            on_host = self._on_host
             on_host.copy_(packed, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -3,14 +3,21 @@
 Every function takes tensors and returns float64 (or int64) sums on the same device; the formulas turn reduced sums
 into numbers. Shapes: T tokens (only the valid ones count where `valid` is given), E experts, k experts a token, R
 dispatched rows.
+
+The torch code here runs on the CPU and is the reference. On a GPU the passes over [T, E] and [R, H] are Triton kernels
+(`tally_kernels.py`): there every torch operation would read and write its whole table once more.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+KERNELS_VARIABLE = "MOE_EXT_OBSERVE_KERNELS"  # "torch" switches the Triton kernels off
 
 # What `logit_sums`, `flip_sums` and `weight_sums` return, in this order: the columns of the layers' sums.
 LOGIT_FIELDS = ("tokens", "z_squares", "router_entropy")
@@ -36,6 +43,9 @@ def valid_counts(routing_map: Tensor, padding: Tensor | None) -> Tensor:
 
 def logit_sums(logits: Tensor, valid: Tensor | None) -> Tensor:
     """Return LOGIT_FIELDS of [T, E] logits: token count, sum of logsumexp^2, sum of H(softmax) / log E."""
+    kernels = _kernels(logits)
+    if kernels:
+        return kernels.logit_sums(logits, valid)
     z = logits.float()
     log_p = torch.log_softmax(z, -1)
     entropy = -(log_p.exp() * log_p).sum(-1) / _log(z.shape[-1])
@@ -63,6 +73,9 @@ def flip_sums(
 
     `unlike` counts where `native` isn't `chosen`: above 0 only where something else than these logits decides.
     """
+    kernels = _kernels(chosen)
+    if kernels:
+        return kernels.flip_sums(chosen, native, exact, coarse, order, valid)
     flips = (native != exact).any(-1)
     none = torch.zeros_like(flips)
     return _sums(
@@ -80,10 +93,13 @@ def order_changed(native: Tensor, exact: Tensor, native_map: Tensor, exact_map: 
 
 
 def weight_sums(probs: Tensor, topk: int, valid: Tensor | None) -> Tensor:
-    """Return WEIGHT_FIELDS of sparse [T, E] mixing weights (0 where not chosen), the largest `topk` of a row.
+    """Return WEIGHT_FIELDS of sparse [T, E] mixing weights, at most `topk` of a row above 0 (the chosen ones).
 
     A token whose every assignment was dropped weighs nothing; one with a single weight has no ratio.
     """
+    kernels = _kernels(probs)
+    if kernels:
+        return kernels.weight_sums(probs, topk, valid)
     w = probs.float().topk(topk, -1).values.double()
     total = w.sum(-1)
     some = total > 0
@@ -104,10 +120,20 @@ def width_sums(routing_map: Tensor, width: int, valid: Tensor | None) -> Tensor:
     return _sums(valid, active, active.square())
 
 
-def aux_sums(routing_map: Tensor, aux_map: Tensor, valid: Tensor | None) -> Tensor:
-    """Return AUX_FIELDS: dispatched assignments, and those that the aux loss's bool [T, E] map doesn't have."""
+def aux_sums(routing_map: Tensor, aux_map: Tensor, scores: Tensor, valid: Tensor | None) -> Tensor:
+    """Return AUX_FIELDS and then [E] sums over tokens of the normalized scores.
+
+    Args:
+        routing_map: bool [T, E], the dispatched assignments, which are counted.
+        aux_map: bool [T, E], the aux loss's map; dispatched assignments that it doesn't have are counted.
+        scores: [T, E], the aux loss's normalized scores, 0 at padding.
+        valid: bool [T] or None for all.
+    """
+    kernels = _kernels(scores)
+    if kernels:
+        return kernels.aux_sums(routing_map, aux_map, scores, valid)
     differs = (routing_map & ~aux_map).sum(-1)
-    return _sums(valid, routing_map.sum(-1), differs)[1:]
+    return torch.cat([_sums(valid, routing_map.sum(-1), differs)[1:], scores.sum(0, dtype=torch.float64)])
 
 
 def expert_row_sums(output: Tensor, probs: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
@@ -116,17 +142,21 @@ def expert_row_sums(output: Tensor, probs: Tensor | None, tokens_per_expert: Ten
     Args:
         output: [R, H], rows in expert order as the experts return them, already times `probs`.
         probs: [R] mixing weights, None where the weights are not in the output.
-        tokens_per_expert: int [E_local]; rows beyond its sum, and rows of weight 0, are padding.
+        tokens_per_expert: int [E_local], on the device or still on the host (nothing waits for the device then);
+            rows beyond its sum, and rows of weight 0, are padding.
 
-    One pass over `output` with fp32 accumulation and nothing of its size kept.
+    One pass over `output` with fp32 accumulation within a row and nothing of its size kept.
     """
+    kernels = _kernels(output)
+    if kernels:
+        return kernels.expert_row_sums(output, probs, tokens_per_expert)
     rows = torch.linalg.vector_norm(output, dim=-1, dtype=torch.float32).double().square() / output.shape[-1]
     real = torch.ones_like(rows, dtype=torch.bool)
     if probs is not None:
         weights = probs.double().reshape(-1)
         real = weights != 0
         rows = rows / torch.where(real, weights, 1.0).square()
-    ends = tokens_per_expert.to(output.device).cumsum(0)
+    ends = tokens_per_expert.to(output.device, non_blocking=True).cumsum(0)
     owner = torch.searchsorted(ends, torch.arange(rows.shape[0], device=output.device), right=True)
     sums = torch.zeros(2, ends.shape[0] + 1, dtype=torch.float64, device=output.device)
     sums[0].index_add_(0, owner, real.double())
@@ -157,6 +187,15 @@ def source_counts(routing_map: Tensor, labels: Tensor, num_labels: int, padding:
     counts = torch.zeros(num_labels + 1, routing_map.shape[-1], dtype=torch.int64, device=routing_map.device)
     counts.index_add_(0, torch.where(known, labels, num_labels), per_sample)
     return counts[:-1]
+
+
+def _kernels(tensor: Tensor) -> ModuleType | None:
+    """Return the kernels where work on this tensor goes to them."""
+    if not tensor.is_cuda or os.environ.get(KERNELS_VARIABLE) == "torch":
+        return None
+    from megatron_ext.observe import tally_kernels
+
+    return tally_kernels
 
 
 def _sums(valid: Tensor | None, *per_token: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,17 +60,34 @@ def test_one_pass_and_nothing_of_the_outputs_size():
     assert torch.cuda.max_memory_allocated() - before < output.numel() * output.element_size() * 0.05
 
 
-def test_no_hook_waits_for_the_device():
+def test_the_kernels_agree_with_the_torch_path(root):
+    """200 random router and expert calls."""
+    script = root / "tests" / "ext" / "observe" / "tally_kernel_check.py"
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, str(script), "cuda"], env=environ, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", ["triton", "torch"])
+def test_no_hook_waits_for_the_device(path, monkeypatch):
+    monkeypatch.setenv(tally.KERNELS_VARIABLE, path)
     output, probs, counts = grouped()
     logits = torch.randn(2048, 64, device="cuda")
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(8, -1).indices, True)
     labels = torch.tensor([0, 1], device="cuda")
+    # Where TE's grouped GEMM wants them: without a wait in the hook.
+    on_host = counts.cpu()
     weights = torch.softmax(logits.masked_fill(~chosen, -torch.inf), -1)
+    scores = torch.softmax(logits, -1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         tally.expert_row_sums(output, probs, counts)
+        tally.expert_row_sums(output, probs, on_host)
         tally.logit_sums(logits, None)
+        tally.aux_sums(chosen, chosen, scores, None)
         tally.weight_sums(weights, 8, None)
         tally.valid_counts(chosen, None)
         tally.source_counts(chosen, labels, 2, None)
@@ -82,8 +101,6 @@ def test_the_monitor_under_te_grouped_gemm(tmp_path, root):
     """A real training of four steps with TE; the norms must be there and alike at the start."""
     pytest.importorskip("transformer_engine.pytorch")
     import json
-    import subprocess
-    import sys
 
     flags = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
     --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-4 --lr-decay-style constant --mock-data

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fork import run
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.utils import unwrap_model
-from small import Training, config, groups, training
+from saved import FULLY, load, save, whole_tensors
+from small import config, groups, training
 
 pytestmark = pytest.mark.ranks
 
@@ -21,31 +17,7 @@ EXPERT_BIAS: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 1e-2,
 }
-FULLY: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 DATA_PARALLEL: dict[str, Any] = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
-
-
-def _sharded(trained: Training, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    model = unwrap_model(trained.model).sharded_state_dict(metadata=dict(metadata))
-    # The optimizer finds its parameters in a dict that still holds them.
-    optimizer = trained.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
-    return {"model": model, "optimizer": optimizer}
-
-
-def _save(trained: Training, folder: Path, metadata: dict[str, Any]) -> None:
-    if torch.distributed.get_rank() == 0:
-        folder.mkdir()
-    torch.distributed.barrier()
-    # Megatron starts a manager process a rank for a writer in the background; this one writes in threads.
-    filesystem_async._results_queue = queue.Queue()
-    state = _sharded(trained, metadata, is_loading=False)
-    dist_checkpointing.save(state, str(folder), validate_access_integrity=True)
-
-
-def _load(trained: Training, folder: Path, metadata: dict[str, Any]) -> None:
-    state = dist_checkpointing.load(_sharded(trained, metadata, is_loading=True), str(folder))
-    unwrap_model(trained.model).load_state_dict(state["model"])
-    trained.optimizer.load_state_dict(state["optimizer"])
 
 
 def _train_and_save(expert_parallel: int, bucket_size: int | None, targets: list[tuple[Path, dict[str, Any]]]) -> None:
@@ -54,7 +26,7 @@ def _train_and_save(expert_parallel: int, bucket_size: int | None, targets: list
     for seed in range(3):
         trained.step(seed)
     for folder, metadata in targets:
-        _save(trained, folder, metadata)
+        save(trained, folder, metadata)
 
 
 def _carry_over(bucket_size: int | None, metadata: dict[str, Any], moves: list[tuple[int, Path, Path]]) -> None:
@@ -62,15 +34,14 @@ def _carry_over(bucket_size: int | None, metadata: dict[str, Any], moves: list[t
     for expert_parallel, source, target in moves:
         groups(expert_parallel)
         trained = training(config(expert_parallel, **EXPERT_BIAS), bucket_size=bucket_size)
-        _load(trained, source, metadata)
-        _save(trained, target, FULLY)
+        load(trained, source, metadata)
+        save(trained, target, FULLY)
 
 
 def _read(folders: list[Path]) -> list[dict[str, Any]]:
     """Return every whole tensor of some checkpoints, whoever saved which part; as arrays, which cross processes."""
     groups(1)
-    loaded = [dist_checkpointing.load_plain_tensors(str(folder)) for folder in folders]
-    return [{k: v.float().numpy() for k, v in one.items() if isinstance(v, torch.Tensor)} for one in loaded]
+    return [whole_tensors(folder) for folder in folders]
 
 
 def _assert_equal(folders: list[Path]) -> dict[str, Any]:

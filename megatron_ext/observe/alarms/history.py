@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.observe import formulas
 from megatron_ext.observe.sample import Sample
 
 # The longest look back of any rule, in steps.
@@ -102,7 +103,12 @@ class History:
         return {
             "layers": self._layers,
             "series": {
-                metric: [[step, [_short(value) for value in values.tolist()]] for step, values in series]
+                metric: [
+                    [step, values]
+                    for (step, _), values in zip(
+                        series, formulas.shortened(np.array([values for _, values in series])), strict=True
+                    )
+                ]
                 for metric, series in self._series.items()
             },
             "losses": [list(pair) for pair in self.losses],
@@ -120,7 +126,3 @@ class History:
         self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
         self.lows = [(int(step), float(loss)) for step, loss in state["lows"]]
         self.throughput = [(int(step), float(value)) for step, value in state["throughput"]]
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None

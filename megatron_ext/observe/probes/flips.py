@@ -70,9 +70,9 @@ def chosen_map(router: Any, logits: Tensor) -> Tensor:
     config = router.config
     offset = getattr(router, "qb_beta", None)
     if offset is not None:
-        indices = (logits.float() - offset).topk(int(router.topk), dim=1).indices
-        return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
-    _, routing_map = topk_routing_with_score_function(
+        return _map_of((logits.float() - offset).topk(int(router.topk), dim=1).indices, logits)
+    fused = bool(config.moe_router_fusion)
+    _, chosen = topk_routing_with_score_function(
         logits,
         router.topk,
         use_pre_softmax=config.moe_router_pre_softmax,
@@ -81,9 +81,16 @@ def chosen_map(router: Any, logits: Tensor) -> Tensor:
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=router.score_function,
         expert_bias=router.expert_bias,
-        fused=config.moe_router_fusion,
+        fused=fused,
+        # Without the fusion the indices alone are asked for: Megatron's way to a map takes five passes over [T, E].
+        dense_output=not fused,
     )
-    return routing_map.bool()
+    return chosen.bool() if fused else _map_of(chosen, logits)
+
+
+def _map_of(indices: Tensor, logits: Tensor) -> Tensor:
+    """Return bool [T, E] from [T, k] expert numbers."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, indices, True)
 
 
 def _logits_in(router: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:

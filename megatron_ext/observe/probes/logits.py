@@ -46,11 +46,18 @@ class LogitProbe(Probe):
         floats["logits"][layer.row] += tally.logit_sums(logits, valid)
         if config.moe_router_score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
             return
+        # As the router itself calls it, fused or not: a tie is then broken as there.
         aux_map, scores = compute_routing_scores_for_aux_loss(
-            logits, int(config.moe_router_topk), config.moe_router_score_function, padding_mask=padding
+            logits,
+            int(config.moe_router_topk),
+            config.moe_router_score_function,
+            fused=bool(config.moe_router_fusion),
+            padding_mask=padding,
         )
-        floats["probabilities"][layer.row] += scores.double().sum(0)
-        floats["aux"][layer.row] += tally.aux_sums(output[1], aux_map.bool(), valid)
+        sums = tally.aux_sums(output[1], aux_map.bool(), scores, valid)
+        fields = len(tally.AUX_FIELDS)
+        floats["aux"][layer.row] += sums[:fields]
+        floats["probabilities"][layer.row] += sums[fields:]
 
 
 def native_logits(router: Any, hidden: Tensor) -> Tensor:

@@ -21,16 +21,17 @@ import torch.distributed as dist
 
 from megatron_ext.runtime import cpu
 
-torch.set_num_threads(1)
-cpu.install()
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)
+    cpu.install()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.dispatch import manager, publish  # noqa: E402
-from megatron_ext.dispatch.options import DispatchOptions  # noqa: E402
+from megatron_ext.dispatch import manager, publish
+from megatron_ext.dispatch.options import DispatchOptions
 
 HIDDEN = 16
 EXPERTS = 8
@@ -67,16 +68,23 @@ def make_layer(backend: str, world: int, expert_tp: int, **changes: Any) -> MoEL
         one = made if "experts" in name and "shared" not in name else torch.Generator().manual_seed(5)
         parameter.data = torch.randn(parameter.shape, generator=one) * 0.3
     layer.set_layer_number(1)
-    return layer
+    return layer.cuda()
+
+
+def input_and_grad(rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's input and its output's gradient, [tokens, 1, HIDDEN] each, on the CPU."""
+    made = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(tokens, 1, HIDDEN, generator=made)
+    return x, torch.randn(x.shape, generator=made)
 
 
 def run_layer(layer: MoELayer, rank: int, tokens: int) -> list[torch.Tensor]:
     """Forward and backward: output, gradient of the input, gradients of all parameters."""
-    made = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(tokens, 1, HIDDEN, generator=made).requires_grad_()
+    x, grad = (tensor.cuda() for tensor in input_and_grad(rank, tokens))
+    x.requires_grad_()
     out, bias = layer(x)
     assert bias is None
-    out.backward(torch.randn(out.shape, generator=made))
+    out.backward(grad)
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in layer.parameters()]
     return [out.detach(), x.grad, *grads]
 

@@ -21,14 +21,18 @@ def main() -> int:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl", device_id=device)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    count = 60
-    for seed in range(count):
-        run_case_on(random_case(seed, world), rank, device)
-    if rank == 0:
-        print(f"{count} cases equal the dense reference over {world} GPU(s)")
+    count = check(60, device)
+    if dist.get_rank() == 0:
+        print(f"{count} cases equal the dense reference over {dist.get_world_size()} GPU(s)")
     dist.destroy_process_group()
     return 0
+
+
+def check(count: int, device: torch.device) -> int:
+    """Run `count` cases over all ranks; return how many."""
+    for seed in range(count):
+        run_case_on(random_case(seed, dist.get_world_size()), dist.get_rank(), device)
+    return count
 
 
 if __name__ == "__main__":

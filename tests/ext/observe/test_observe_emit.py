@@ -43,3 +43,15 @@ def test_many_layers_send_extremes_and_the_alarmed_one() -> None:
     assert out["moe/max_vio/max_layer"] == 22
     assert {key for key in out if "layer_" in key} == {"moe/max_vio/layer_7"}
     assert len([key for key in emit.scalars(sample, layers="all", alarmed={}) if "layer_" in key]) == 20
+
+
+def test_layers_without_a_value_are_left_out_of_the_extremes() -> None:
+    counts = np.ones((3, 4), np.int64)
+    values = {"max_vio": np.array([np.nan, 3.0, 1.0]), "z_rms": np.full(3, np.nan)}
+    out = emit.scalars(Sample(10, (4, 5, 6), counts, counts, values), layers="all", alarmed={})
+    assert out["moe/max_vio/max"] == 3.0
+    assert out["moe/max_vio/min"] == 1.0
+    assert out["moe/max_vio/mean"] == 2.0
+    assert out["moe/max_vio/max_layer"] == 5
+    assert {key for key in out if "layer_" in key} == {"moe/max_vio/layer_5", "moe/max_vio/layer_6"}
+    assert not [key for key in out if "z_rms" in key]

@@ -93,3 +93,11 @@ def test_spread_from_sums():
     values = np.array([1.0, 2.0, 4.0])
     assert formulas.std_over(values.sum(), (values**2).sum(), 3) == pytest.approx(values.std())
     assert np.isnan(formulas.std_over(np.array([0.0]), np.array([0.0]), np.array([0])))
+
+
+def test_shortened_values_are_those_of_four_printed_digits():
+    generator = np.random.default_rng(3)
+    values = generator.standard_normal((50, 40)) * 10.0 ** generator.integers(-12, 12, (50, 40))
+    assert formulas.shortened(values) == [[float(f"{value:.4g}") for value in row] for row in values.tolist()]
+    assert formulas.shortened(np.array([np.nan, np.inf, 0.0, 99999.0, 1e-310])) == [None, None, 0.0, 1e5, 0.0]
+    assert formulas.shortened(np.zeros((0, 3))) == []

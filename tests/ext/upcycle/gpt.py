@@ -171,7 +171,7 @@ def build(shape: Shape, layout: Layout, moe: Moe | None = None) -> list[Any]:
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        chunks.append(Float16Module(cfg, model) if shape.dtype != torch.float32 else model)
+        chunks.append((Float16Module(cfg, model) if shape.dtype != torch.float32 else model).cuda())
     return chunks
 
 
@@ -242,8 +242,8 @@ def losses(chunks: list[Any]) -> list[float] | None:
 
     def step(iterator: Any, model: Any) -> Any:
         tokens, labels = next(iterator)
-        position = torch.arange(SEQ).expand(BATCH, SEQ)
-        out = model(tokens, position, None, labels=labels)
+        position = torch.arange(SEQ, device="cuda").expand(BATCH, SEQ)
+        out = model(tokens.cuda(), position, None, labels=labels.cuda())
 
         def keep(output: torch.Tensor) -> Any:
             value = output.float().mean()
