@@ -54,7 +54,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = {**machine("cuda"), "micro_batch": args.micro_batch, "flags": args.flags, **profile(args, Path(folder))}
+        figures = profile(args, Path(folder))
+    result = {**machine("cuda"), "micro_batch": args.micro_batch, "flags": args.flags, **figures}
     show(result, args.top)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
