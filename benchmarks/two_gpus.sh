@@ -73,7 +73,7 @@ if asked model; then
     --plan "$plan" --until "${MODEL_SECONDS:-280}" --limit 130 --work "$work/model" --out "$out/gpu_step-x2.json"
   model=$!
 fi
-asked tests && part tests 120 '^(transfers|layers|monitor|upcycling|checkpoints): ' "$python" "$root/tests/gpu/test_two_gpus.py"
+asked tests && part tests 150 '^(transfers|layers|monitor|upcycling|checkpoints): ' "$python" "$root/tests/gpu/test_two_gpus.py"
 if asked dispatch; then
   part dispatch 120 'Error' "$python" -m torch.distributed.run --standalone --nproc-per-node=2 \
     "$here/dispatch_ep.py" --ranks-per-node 1 --dispatchers alltoall "${own[@]}" dedup dedup-static twohop \

@@ -30,7 +30,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("megatron_ext.runtime.cli", "start one rank's training under patched Megatron"),
     "report": Verb("megatron_ext.report.cli", "a table and one offline page from run directories"),
     "tokenize": Verb("megatron_ext.data.cli", "turn text into Megatron's indexed files, or check them"),
-    "plan": Verb("megatron_ext.plan.cli", "estimate before training: traffic and time of the dispatchers"),
+    "plan": Verb("megatron_ext.plan.cli", "estimate before training: memory, traffic of the dispatchers, upcycling"),
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),
     "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
     "doctor": Verb("megatron_ext.preflight.doctor", "say what is installed here and whether it fits together"),
