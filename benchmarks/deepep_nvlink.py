@@ -1,24 +1,27 @@
 """Whether DeepEP's wheel runs on this machine's torch and NCCL, and how it compares with `dedup` over NVLink.
 
-    python benchmarks/deepep_nvlink.py --wheel DIR --out FILE
+    python benchmarks/deepep_nvlink.py --wheel DIR --out FILE [--nccl DIR]
 
-DIR holds the unpacked wheel (sgl-deep-ep). First a plain import, whose error is the reason why not. Its compiled part
-asks for functions that torch 2.11 and its NCCL lack, but only the newer interface (`ElasticBuffer`) calls them, so then
-an import that binds a function when it is first called: under it the older interface (`Buffer`, CUDA's own memory
-handles between the GPUs of a host) can work. Two ranks dispatch and combine; what arrives must equal, bit for bit, what
-the choices say; then both dispatchers take turns. Nothing here is how training loads DeepEP.
+--wheel holds the unpacked wheel (sgl-deep-ep). First a plain import, whose error is the reason why not. Its compiled
+part asks for functions that torch 2.11 and its NCCL lack, but only the newer interface (`ElasticBuffer`) calls those of
+NCCL, so then an import that binds a function when it is first called: under it the older interface (`Buffer`, CUDA's
+own memory handles between the GPUs of a host) can work. With --nccl, a folder with `lib` and `include` of NCCL 2.30.4
+or later, the newer interface is tried instead: that library stands in torch's place while the ranks run, and is put
+back. Two ranks dispatch and combine; what arrives must equal, bit for bit, what the choices say; then both dispatchers
+take turns. Nothing here is how training loads DeepEP.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ import gated_run
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 HIDDEN, EXPERTS, TOP_K = 2048, 64, 8
-LIMIT_S = 45
+SIZES = (2048, 8192, 32768)
+# The newer interface compiles its kernels first.
+LIMIT_S = 75
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -41,26 +46,55 @@ def launch(args: argparse.Namespace) -> int:
     print(f"plain import: {reason}", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     log = args.out.with_suffix(".log")
-    with log.open("w") as out:
-        job = subprocess.Popen(
-            [*command, "--out", str(args.out)], env=environment, stdout=out, stderr=out, start_new_session=True
-        )
-        try:
-            done = job.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            done = 124
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+    command += ["--out", str(args.out)]
+    if args.nccl:
+        environment["EP_NCCL_ROOT_DIR"] = str(args.nccl.resolve())
+        command.append("--newer")
+    with contextlib.ExitStack() as after:
+        if args.nccl:
+            after.enter_context(another_nccl(args.nccl / "lib" / "libnccl.so.2"))
+        done = run_limited(command, environment, log)
     if done:
         print(f"lazy import, two ranks: ended with {done}\n{gated_run.failure(log.read_text(), 1000)}")
         args.out.write_text(json.dumps({"plain_import": reason, "ended_with": done}, indent=1) + "\n")
         return 1
     record = {"plain_import": reason, **json.loads(args.out.read_text())}
     args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"lazy import: {record['checked']} rows equal bit for bit")
+    print(f"lazy import, {record['api']}: {record['checked']} rows equal bit for bit")
     for row in record["rows"]:
         print({key: round(value, 3) for key, value in row.items()})
     return 0
+
+
+def run_limited(command: list[str], environment: dict[str, str], log: Path) -> int:
+    """Run into a log and return the exit status, 124 where it took longer than `LIMIT_S`."""
+    with log.open("w") as out:
+        job = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        try:
+            return job.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            # Not killed: torchrun ends its ranks, which are in sessions of their own.
+            job.terminate()
+            job.wait()
+            return 124
+
+
+@contextlib.contextmanager
+def another_nccl(library: Path) -> Iterator[None]:
+    """Put a library in the place of the one that torch's own run path finds first, for a while."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    place = Path(spec.origin).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    kept = place.with_suffix(".kept")
+    place.rename(kept)
+    try:
+        shutil.copy(library, place)
+        yield
+    finally:
+        kept.replace(place)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -69,7 +103,7 @@ def rank(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megatron_ext.dispatch.autograd import combine, dispatch
-    from megatron_ext.dispatch.deepep import TransferV1
+    from megatron_ext.dispatch.deepep import Transfer, TransferV1, TransferV2
     from megatron_ext.dispatch.engine import Engine
     from megatron_ext.dispatch.layout import Layout
     from megatron_ext.dispatch.transport import make_groups
@@ -82,12 +116,16 @@ def rank(args: argparse.Namespace) -> int:
     import deep_ep
 
     here, world = dist.get_rank(), dist.get_world_size()
-    transfer = TransferV1(deep_ep, dist.group.WORLD, EXPERTS)
+    transfer: Transfer
+    if args.newer:
+        transfer = TransferV2(deep_ep, dist.group.WORLD, EXPERTS, max(SIZES))
+    else:
+        transfer = TransferV1(deep_ep, dist.group.WORLD, EXPERTS)
     layout = Layout(world, here, EXPERTS // world, world)
     engine = Engine(layout, make_groups(layout, dist.group.WORLD, two_hops=False), static=False)
     checked = check(transfer, here, world)
     rows = []
-    for tokens in (2048, 8192, 32768):
+    for tokens in SIZES:
         x, ids, weights = tokens_of(here, tokens)
         received = transfer.dispatch(x, ids, weights)
         arrived, _, handle = dispatch(engine, x, ids, weights)
@@ -101,8 +139,9 @@ def rank(args: argparse.Namespace) -> int:
         )
         rows.append({"tokens": tokens, **ms})
     if here == 0:
-        record = {"checked": checked, "torch": torch.__version__, "deep_ep": deep_ep.__version__, "rows": rows}
-        args.out.write_text(json.dumps({**record, "nccl": list(torch.cuda.nccl.version())}) + "\n")
+        api = "ElasticBuffer" if args.newer else "Buffer"
+        versions = {"torch": torch.__version__, "deep_ep": deep_ep.__version__, "nccl": list(torch.cuda.nccl.version())}
+        args.out.write_text(json.dumps({"api": api, "checked": checked, **versions, "rows": rows}) + "\n")
     dist.barrier()
     os._exit(0)
 
@@ -177,6 +216,8 @@ def in_turns(cases: dict[str, Callable[[], object]], repeats: int = 20) -> dict[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="folder of the unpacked wheel")
+    parser.add_argument("--nccl", type=Path, help="folder of another NCCL: tries the newer interface")
+    parser.add_argument("--newer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     return rank(args) if "RANK" in os.environ else launch(args)

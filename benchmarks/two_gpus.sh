@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Everything that is measured on two GPUs of one host, part after part, each with a limit, few lines printed.
-#   PYTHONPATH=SITE:build/megatron:. bash benchmarks/two_gpus.sh OUT [PART ...]      PART: tests dispatch model memory deepep
+#   PYTHONPATH=SITE bash benchmarks/two_gpus.sh OUT [PART ...]          PART: tests dispatch model memory deepep
 # Environment: DATA (manifest.json of `megatron-moe tokenize`; mock data without), UPSTREAM (unpatched tree with its
-# dataset helper compiled; upstream's variants need it), WHEEL (folder of DeepEP's unpacked wheel), PLAN (of gpu_step.py),
-# MODEL_SECONDS (no further run of the model starts after so many), DEVICE=cpu rehearses with toys over gloo.
+# dataset helper compiled; upstream's variants need it), WHEEL (folder of DeepEP's unpacked wheel), NCCL (lib and include
+# of 2.30.4 or later, for DeepEP's newer interface), PLAN (of gpu_step.py), MODEL_SECONDS (no further run of the model
+# starts after so many), DEVICE=cpu (rehearses with toys over gloo), PYTHON.
 set -uo pipefail
 out=${1:?usage: two_gpus.sh OUT [PART ...]}
 shift
@@ -88,5 +89,9 @@ asked model && turn model "$model"
 asked memory && turn memory "$memory"
 if asked deepep && [ -n "${WHEEL:-}" ]; then
   part deepep 180 'import|ms' "$python" "$here/deepep_nvlink.py" --wheel "$WHEEL" --out "$out/deepep_nvlink-x2.json"
+  if [ -n "${NCCL:-}" ]; then
+    part deepep-newer 180 'import|ms' "$python" "$here/deepep_nvlink.py" --wheel "$WHEEL" --nccl "$NCCL" \
+      --out "$out/deepep_newer-x2.json"
+  fi
 fi
 exit 0

@@ -36,12 +36,16 @@ def run(*checks: str, timeout: float = 280) -> str:
     # Into a file: what a killed rank has started would hold a pipe open.
     with tempfile.TemporaryFile("w+") as out:
         command.append(str(TESTS / "gpu" / "two_gpus.py"))
-        done = subprocess.run(
-            [*command, *checks], env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=timeout
-        )
+        job = subprocess.Popen([*command, *checks], env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            status = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            # Not killed: torchrun ends its ranks, which are in sessions of their own.
+            job.terminate()
+            status = job.wait()
         out.seek(0)
         printed = out.read()
-    assert done.returncode == 0, printed[-6000:]
+    assert status == 0, printed[-6000:]
     return printed
 
 
