@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)
     cpu.install()
 
+import fork
 import gpt
 import megatron_ranks
 import nccl_check
@@ -257,12 +258,15 @@ def main() -> int:
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
+                fork.end_children()
                 # At once, without the destructors of groups that wait for the other rank.
                 os._exit(1)
             if dist.get_rank() == 0:
                 print(f"{check.__name__}: {result} ({time.monotonic() - begin:.1f} s)", flush=True)
         dist.barrier()
     sys.stdout.flush()
+    # Megatron's checkpoint writer has started a process that would outlive this one.
+    fork.end_children()
     os._exit(0)
 
 

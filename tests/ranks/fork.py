@@ -48,7 +48,7 @@ def _kill_family(pid: int | None) -> None:
                 one.kill()
 
 
-def _end_children() -> None:
+def end_children() -> None:
     """End what this rank has started, such as the process behind Megatron's checkpoint writer: it outlives a rank."""
     for child in multiprocessing.active_children():
         child.kill()
@@ -85,11 +85,11 @@ def _rank(
         )
         value = function(*args)
         dist.barrier()
-        _end_children()
+        end_children()
         results.put((rank, "", value))
     except BaseException:
         error = traceback.format_exc()
-        _end_children()
+        end_children()
         results.put((rank, error, None))
     results.close()
     results.join_thread()
