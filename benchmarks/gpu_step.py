@@ -51,6 +51,12 @@ HANDBOOK_ARGS = (
     "--no-gradient-accumulation-fusion"  # the handbook's image has Apex for it; this machine does not
 ).split()
 PRESET_ARGS = ["--moe-ext-preset", "hopper"]
+TORCH_EXPERTS = ["--moe-ext-experts", "torch"]
+LOCAL_ARGS = (
+    "--transformer-impl local --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
+).split()
 FORCED = ["--moe-router-force-load-balancing"]
 DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "dedup"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
@@ -110,6 +116,12 @@ def _named() -> dict[str, Variant]:
         "preset-no-cutlass": Variant(fast, environment=no_cutlass),
         "preset-loss-check-each": Variant((*fast, "--moe-ext-loss-check", "micro-batch")),
         "preset-no-wgrad-fusion": Variant((*fast, "--no-gradient-accumulation-fusion")),
+        # Experts over torch's grouped product, everything else Transformer Engine's.
+        "preset-torch-experts": Variant((*fast, *TORCH_EXPERTS)),
+        "preset-torch-experts-forced": Variant((*fast, *TORCH_EXPERTS, *FORCED)),
+        # A machine without Transformer Engine: grouped experts, and Megatron's one after the other.
+        "local": Variant((*MOE_ARGS, *LOCAL_ARGS)),
+        "local-sequential": Variant((*MOE_ARGS, *LOCAL_ARGS, "--moe-ext-experts", "megatron")),
         "preset-no-nan-check": Variant((*fast, "--no-check-for-nan-in-loss-and-grad")),
         "preset-selective": Variant((*fast, *SELECTIVE)),
         "preset-expandable": Variant(fast, environment=expandable),

@@ -79,6 +79,10 @@ def model_built(model: list[Any], args: Namespace) -> None:
         from megatron_ext import preflight
 
         preflight.transport_watchdog(_session.transport_log, asked=args.moe_ext_transport)
+    if getattr(args, "num_experts", None):
+        from megatron_ext import experts
+
+        experts.settle(args)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
         from megatron_ext import dispatch
 

@@ -48,9 +48,9 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    from megatron_ext import data, dispatch, observe, preflight, tracking, upcycle
+    from megatron_ext import data, dispatch, experts, observe, preflight, tracking, upcycle
 
-    for room in (tracking, observe, data, dispatch, upcycle, preflight, preset):
+    for room in (tracking, observe, data, dispatch, experts, upcycle, preflight, preset):
         room.add_arguments(parser)
     return parser
 
@@ -118,11 +118,12 @@ def _pretrain(args: Namespace) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron_ext import dispatch, guard
+    from megatron_ext import dispatch, experts, guard
     from megatron_ext.runtime import batch
 
     guard.check_imported()
     dispatch.configure(args)
+    experts.configure(args)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),

@@ -111,6 +111,7 @@ def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_pa
     done = train(flags)
     assert done.returncode == 0, done.stdout[-3000:]
     assert float(losses(done.stdout)[1]) == pytest.approx(float(losses(dense.text)[9]), abs=1e-4)
+    assert "[moe] experts: torch's grouped products" in done.stdout
     # The batch is the one that the dense run saw next.
     assert consumed(done.stdout)[1] == consumed(dense.text)[9]
     first = next(row for row in rundir.read_run(tmp_path / "run").rows if row.step == 1)

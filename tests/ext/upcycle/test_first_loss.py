@@ -9,6 +9,7 @@ import torch
 from gpt import Layout, Moe, Shape, build, load, loss, moe_flags, save_dense, use_groups
 
 from megatron_ext.cli import main
+from megatron_ext.experts import switch
 
 ONE = Layout()
 CASES = {
@@ -41,3 +42,12 @@ def test_first_loss_is_the_dense_one(name: str, tmp_path: Path):
     assert abs(loss(made, shape) - before) > 5e-3  # before loading: the comparison can fail
     load(made, tmp_path / "moe" / "release")
     assert loss(made, shape) == pytest.approx(before, abs=1e-3 if shape.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["sliced, top-8 of 64", "mixed layers, shared expert, gate", "bf16"])
+@pytest.mark.usefixtures("world")
+def test_first_loss_with_grouped_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(switch, "_chosen", "torch")
+    test_first_loss_is_the_dense_one(name, tmp_path)
+    made = build(CASES[name][0], ONE, CASES[name][1])
+    assert "TorchGroupedMLP" in {type(module).__name__ for chunk in made for module in chunk.modules()}

@@ -1,0 +1,64 @@
+"""Whether a checkpoint's optimizer state can be read by this run's experts.
+
+Megatron's distributed optimizer saves its state by default as the buffers lie (`dp_reshardable`): fp32 weights and
+Adam's moments, without names. A run whose experts are registered in another order reads them into the wrong experts,
+and nothing notices: the buffers have the same sizes. So the order is compared before anything is built.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.upcycle.source import TRACKER, Source, open_source
+
+# In which order the experts of a layer lie in the buffers.
+_ORDERS = {
+    "torch": "torch's grouped experts",
+    "te": "Transformer Engine's grouped experts",
+    "local": "Megatron's experts, one after the other",
+}
+
+
+def foreign_optimizer_state(args: Namespace, experts: str) -> str:
+    """Return whose order the optimizer state to be loaded is in, in words; empty where it is this run's or has names.
+
+    Args:
+        args: Megatron's validated arguments.
+        experts: `torch` or `megatron`, as this run would build them.
+    """
+    folder = _folder(args)
+    # A rank's only expert is in any order.
+    alone = args.num_experts == args.expert_model_parallel_size
+    if folder is None or alone or not args.use_distributed_optimizer:
+        return ""
+    try:
+        source = open_source(folder)
+    except UserError:
+        return ""  # another format, or damaged: Megatron says so when it loads it
+    theirs = _order(source.args, getattr(source.args, "moe_ext_experts", None) or "megatron")
+    if theirs in ("", _order(args, experts)) or not _goes_by_place(source):
+        return ""
+    return _ORDERS[theirs]
+
+
+def _folder(args: Namespace) -> Path | None:
+    """Return the folder whose optimizer state is to be loaded, if any."""
+    # An upcycling start reads a dense checkpoint's weights only; a requeued one goes on from its own.
+    folder = args.save if args.moe_use_upcycling else args.load
+    if args.no_load_optim or args.finetune or folder is None or not (Path(folder) / TRACKER).is_file():
+        return None
+    return Path(folder)
+
+
+def _order(args: Namespace, experts: str) -> str:
+    if not args.num_experts:
+        return ""
+    if experts == "torch":
+        return "torch"
+    return "te" if args.moe_grouped_gemm and args.transformer_impl == "transformer_engine" else "local"
+
+
+def _goes_by_place(source: Source) -> bool:
+    return any(".gbuf_idx_" in name for name in source.tensors)
