@@ -11,22 +11,21 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.upcycle.source import TRACKER, Source, open_source
+from megatron_ext.upcycle.source import TRACKER, open_source
 
 # In which order the experts of a layer lie in the buffers.
-_ORDERS = {
+NAMES = {
     "torch": "torch's grouped experts",
     "te": "Transformer Engine's grouped experts",
     "local": "Megatron's experts, one after the other",
 }
 
 
-def foreign_optimizer_state(args: Namespace, experts: str) -> str:
-    """Return whose order the optimizer state to be loaded is in, in words; empty where it is this run's or has names.
+def saved_order(args: Namespace) -> str:
+    """Return whose order the optimizer state to be loaded is in (a key of `NAMES`); empty where that is no matter.
 
     Args:
         args: Megatron's validated arguments.
-        experts: `torch` or `megatron`, as this run would build them.
     """
     folder = _folder(args)
     # A rank's only expert is in any order.
@@ -37,10 +36,23 @@ def foreign_optimizer_state(args: Namespace, experts: str) -> str:
         source = open_source(folder)
     except UserError:
         return ""  # another format, or damaged: Megatron says so when it loads it
-    theirs = _order(source.args, getattr(source.args, "moe_ext_experts", None) or "megatron")
-    if theirs in ("", _order(args, experts)) or not _goes_by_place(source):
+    if not any(".gbuf_idx_" in name for name in source.tensors):
         return ""
-    return _ORDERS[theirs]
+    return order_of(source.args, getattr(source.args, "moe_ext_experts", None) or "megatron")
+
+
+def order_of(args: Namespace, experts: str) -> str:
+    """Return the order of a run's experts (a key of `NAMES`), empty for a dense model.
+
+    Args:
+        args: The run's arguments.
+        experts: `torch` or `megatron`.
+    """
+    if not args.num_experts:
+        return ""
+    if experts == "torch":
+        return "torch"
+    return "te" if args.moe_grouped_gemm and args.transformer_impl == "transformer_engine" else "local"
 
 
 def _folder(args: Namespace) -> Path | None:
@@ -51,14 +63,3 @@ def _folder(args: Namespace) -> Path | None:
         return None
     return Path(folder)
 
-
-def _order(args: Namespace, experts: str) -> str:
-    if not args.num_experts:
-        return ""
-    if experts == "torch":
-        return "torch"
-    return "te" if args.moe_grouped_gemm and args.transformer_impl == "transformer_engine" else "local"
-
-
-def _goes_by_place(source: Source) -> bool:
-    return any(".gbuf_idx_" in name for name in source.tensors)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.experts import notes, order
+from megatron_ext.runtime import cpu
 
 CHOICES = ("auto", "torch", "megatron")
 VARIABLE = "MOE_EXT_EXPERTS"
@@ -24,7 +25,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=CHOICES,
         default="auto",
         help="torch: all experts of a layer in grouped products of torch's, without Transformer Engine; megatron: "
-        "Megatron's own; auto: torch with --transformer-impl local where it can do the job (default: %(default)s)",
+        "Megatron's own; auto: torch on a GPU with --transformer-impl local, where it can do the job "
+        "(default: %(default)s)",
     )
 
 
@@ -34,9 +36,9 @@ def configure(args: Namespace) -> None:
     Raises:
         UserError: `torch` was asked for and cannot be had.
     """
-    global _chosen
     asked = args.moe_ext_experts or "auto"
-    wanted = bool(args.num_experts) and (asked == "torch" or (asked == "auto" and args.transformer_impl == "local"))
+    saved = order.saved_order(args) if args.num_experts else ""
+    wanted = bool(args.num_experts) and (asked == "torch" or (asked == "auto" and _is_default(args, saved)))
     obstacle = _obstacle(args) if wanted else ""
     if obstacle and asked == "torch":
         raise UserError(
@@ -45,14 +47,21 @@ def configure(args: Namespace) -> None:
             why=obstacle,
             remedy="leave the flag out, or change what stands in the way",
         )
-    if wanted and asked == "auto" and not obstacle:
-        foreign = order.foreign_optimizer_state(args, "torch")
-        obstacle = f"the checkpoint's optimizer state goes by place, in the order of {foreign}" if foreign else ""
-    if obstacle:
-        notes.say_once(f"experts: Megatron's, one after the other: {obstacle}")
-    _settle(args, "torch" if wanted and not obstacle else "megatron")
+    _settle(args, "torch" if wanted and not obstacle else "megatron", saved)
     if _chosen == "torch":
         notes.say_once(f"experts: torch's grouped products, all experts of a layer at once (--moe-ext-experts {asked})")
+    elif obstacle:
+        notes.say_once(f"experts: Megatron's, one after the other: {obstacle}")
+    elif asked == "auto" and saved == "local" and _is_default(args, ""):
+        notes.say_once("experts: Megatron's, one after the other: the checkpoint's optimizer state is in their order")
+
+
+def _is_default(args: Namespace, saved: str) -> bool:
+    """Return what `auto` means, where nothing stands in the way."""
+    if saved:
+        return saved == "torch"
+    # On the CPU they gain with toys only (benchmarks/torch_experts.py).
+    return args.transformer_impl == "local" and not cpu.is_installed()
 
 
 def settle(args: Namespace) -> None:
@@ -62,17 +71,16 @@ def settle(args: Namespace) -> None:
         UserError: The optimizer state to be loaded is for other experts.
     """
     if _chosen is None:
-        _settle(args, _from_environment())
+        _settle(args, _from_environment(), order.saved_order(args))
 
 
-def _settle(args: Namespace, experts: str) -> None:
+def _settle(args: Namespace, experts: str, saved: str) -> None:
     global _chosen
-    foreign = order.foreign_optimizer_state(args, experts)
-    if foreign:
+    if saved and saved != order.order_of(args, experts):
         raise UserError(
             "the optimizer state of the checkpoint would go to the wrong experts",
             where=f"--load {args.load}",
-            why=f"it goes by place, in the order of {foreign}; this run's is another",
+            why=f"it goes by place, in the order of {order.NAMES[saved]}; this run's is another",
             remedy="go on with those experts and save once with --dist-ckpt-optim-fully-reshardable, "
             "or pass --no-load-optim",
         )

@@ -128,7 +128,7 @@ def refuse_on_cpu(args: Namespace) -> None:
             "--moe-grouped-gemm",
             args.moe_grouped_gemm,
             "Megatron's grouped experts are Transformer Engine's",
-            f"{gpu} leave the flag out: without it the CPU groups the experts through torch",
+            f"{gpu} leave the flag out; --moe-ext-experts torch groups them here",
         ),
         _Refusal(
             "--moe-permute-fusion",

@@ -106,7 +106,7 @@ def test_upcycled_model_starts_at_the_loss_of_the_dense_one(dense: Dense, tmp_pa
             "4",
         ),
         *("--load", str(source), "--save", str(tmp_path / "moe"), "--moe-use-upcycling"),
-        *("--moe-ext-run-dir", str(tmp_path / "run")),
+        *("--moe-ext-run-dir", str(tmp_path / "run"), "--moe-ext-experts", "torch"),
     ]
     done = train(flags)
     assert done.returncode == 0, done.stdout[-3000:]

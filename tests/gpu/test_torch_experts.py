@@ -1,14 +1,11 @@
 """Experts over torch's grouped product on a GPU: bf16 against fp64 and against Megatron's own, forward and backward.
 
-    python tests/gpu/test_torch_experts.py    the same, and what a layer of the handbook's size takes both ways
-
 Uneven and empty experts included; memory is made dirty first, so that what a kernel leaves unwritten shows.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +21,8 @@ LAST_ONLY = [0, 0, 0, 0, 0, 0, 0, 333]
 NONE = [0] * 8
 
 
-def _start() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     with socket.socket() as probe:
@@ -34,19 +32,9 @@ def _start() -> None:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
-
-def _stop() -> None:
-    from megatron.core import parallel_state
-
+    yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    _start()
-    yield
-    _stop()
 
 
 def _build(kind: Any, experts: int = EXPERTS, hidden: int = HIDDEN, ffn: int = FFN, **options: Any) -> Any:
@@ -182,47 +170,3 @@ def test_gradients_are_summed_in_megatrons_buffer() -> None:
     for name, parameter in ours.named_parameters():
         assert parameter.grad is None
         assert _error(parameter.main_grad, 2 * exact[name]) < 1e-2, name
-
-
-def _time(experts: Any, counts: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Return GPU and host ms of a forward and backward pass."""
-    rows, probs, back = _inputs(counts.tolist(), hidden=2048)
-    rows.requires_grad_()
-    probs.requires_grad_()
-    host = 0.0
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for at in range(repeats + 3):
-        if at == 3:
-            torch.cuda.synchronize()
-            begin.record()
-        start = time.perf_counter()
-        experts(rows, counts, probs)[0].backward(back)
-        host += (time.perf_counter() - start) * (at >= 3)
-        experts.zero_grad()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats, 1e3 * host / repeats
-
-
-def main() -> None:
-    """Print the errors and the times."""
-    _start()
-    theirs, ours = _pair()
-    for name, counts in {"uneven": UNEVEN, "even": EVEN, "last only": LAST_ONLY, "none": NONE}.items():
-        mine, reference, exact = _run(ours, counts), _run(theirs, counts), _exact(theirs, counts)
-        worst = {key: (_error(mine[key], exact[key]), _error(reference[key], exact[key])) for key in exact}
-        key = max(worst, key=lambda one: worst[one][0])
-        print(f"{name:<10} worst {key}: ours {worst[key][0]:.2e}, Megatron's {worst[key][1]:.2e}", flush=True)
-    shapes = {"experts": 64, "hidden": 2048, "ffn": 1024}
-    theirs, ours = _pair(**shapes)
-    for rows in (262_144, 32_768):
-        chance = torch.rand(64, device="cuda") + 0.2
-        counts = torch.multinomial(chance, rows, replacement=True).bincount(minlength=64)
-        for name, experts in (("one by one", theirs), ("grouped", ours)):
-            gpu, host = _time(experts, counts, 5)
-            print(f"{rows:>8} rows, 64 experts of 1,024: {name:<11}{gpu:>8.2f} ms, host {host:>7.2f} ms", flush=True)
-    _stop()
-
-
-if __name__ == "__main__":
-    main()

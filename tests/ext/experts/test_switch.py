@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("world")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has chosen nothing yet."""
+    """A process on a GPU that has chosen nothing yet."""
+    monkeypatch.setattr(switch.cpu, "is_installed", lambda: False)
     monkeypatch.setattr(switch, "_chosen", None)
     monkeypatch.setattr(notes, "_said", set())
     monkeypatch.delenv(switch.VARIABLE, raising=False)
@@ -93,13 +94,18 @@ TE: dict[str, Any] = {"moe_ext_experts": "megatron", "transformer_impl": "transf
 TORCH: dict[str, Any] = {"moe_ext_experts": "torch"}
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
 def test_auto_goes_on_with_the_experts_that_the_optimizer_state_is_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on_cpu: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(switch.cpu, "is_installed", lambda: on_cpu)
+    args = _args()
+    switch.configure(args)
+    assert args.moe_ext_experts == ("megatron" if on_cpu else "torch")
     args = _args(load=_saved(tmp_path / "theirs", **LOCAL))
     switch.configure(args)
     assert args.moe_ext_experts == "megatron"
-    assert "goes by place" in capsys.readouterr().out
+    assert ("in their order" in capsys.readouterr().out) == (not on_cpu)
     args = _args(load=_saved(tmp_path / "ours", **TORCH))
     switch.configure(args)
     assert args.moe_ext_experts == "torch"
