@@ -102,7 +102,7 @@ def start(job: Job, folder: Path) -> Started:
     ranks = []
     for rank, gpu in enumerate(job.gpus):
         # A rank finds its GPU by LOCAL_RANK. One GPU a job is made the only one, so that two jobs can share a machine.
-        alone = {"CUDA_VISIBLE_DEVICES": str(gpu)} if world == 1 else {}
+        alone = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if world == 1 else {}
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1", **alone, **job.environment}
         environment |= {name: str(value) for name, value in place.items()}
@@ -113,6 +113,12 @@ def start(job: Job, folder: Path) -> Started:
                 )
             )
     return Started(job, folder, ranks)
+
+
+def _visible(gpu: int) -> str:
+    """Return the name of the device that this process knows as number `gpu`."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[gpu] if gpu < len(visible) else str(gpu)
 
 
 def _free_port() -> int:

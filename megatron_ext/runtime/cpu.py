@@ -5,7 +5,8 @@ memory", "save the random state". This module answers those questions for a CPU,
 
 1. tensors: every `device="cuda"` becomes the CPU (`_OnCpu`, a torch function mode);
 2. `torch.cuda`: one device a rank, streams and events that do nothing, memory of this process, the CPU's random state;
-3. collectives: gloo in place of NCCL, split sizes as lists.
+3. collectives: gloo in place of NCCL, split sizes as lists;
+4. Transformer Engine, which knows GPUs only, counts as not installed.
 
 It exists to test, to teach and to develop patches. It is slow, and it never takes the place of a GPU that was asked for
 (`device.py` decides). Where upstream can be made device-neutral by a small patch, prefer the patch: this file should
@@ -47,6 +48,8 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # With TP or CP above 1, Megatron insists on this for GPUs older than compute capability 10.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron takes its functions wherever it can be imported, and they know GPUs only.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     _without_compilation()
     _answer_for_torch_cuda()
     _use_gloo()

@@ -90,6 +90,13 @@ _HOPPER_VARIABLES = (
     ),
     PresetVariable("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one launch for all experts of a layer"),
 )
+# Not with FP8: Megatron then pads the experts' rows by counts on the host, which this path refuses.
+_NATIVE = PresetVariable(
+    "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM",
+    "1",
+    "the experts' products in one call each that reads the row counts on the GPU, where cuBLASLt is 13.4 or newer: no "
+    "wait for the GPU in an MoE layer on one rank",
+)
 _FP8 = (
     PresetFlag(("--fp8-format", "e4m3"), "products of 8-bit numbers; weights, gradients and optimizer as with bf16"),
     PresetFlag(
@@ -98,7 +105,7 @@ _FP8 = (
     ),
 )
 PRESETS = {
-    "hopper": Preset(_HOPPER, _HOPPER_VARIABLES),
+    "hopper": Preset(_HOPPER, (*_HOPPER_VARIABLES, _NATIVE)),
     "hopper-fp8": Preset((*_HOPPER, *_FP8), _HOPPER_VARIABLES),
 }
 
