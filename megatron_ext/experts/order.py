@@ -8,7 +8,9 @@ and nothing notices: the buffers have the same sizes. So the order is compared b
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.upcycle.source import TRACKER, open_source
@@ -27,10 +29,11 @@ def saved_order(args: Namespace) -> str:
     Args:
         args: Megatron's validated arguments.
     """
-    folder = _folder(args)
+    given = vars(args)  # an entry script of another kind may lack some
+    folder = _folder(given)
     # A rank's only expert is in any order.
-    alone = args.num_experts == args.expert_model_parallel_size
-    if folder is None or alone or not args.use_distributed_optimizer:
+    alone = given.get("num_experts") == given.get("expert_model_parallel_size")
+    if folder is None or alone or not given.get("use_distributed_optimizer"):
         return ""
     try:
         source = open_source(folder)
@@ -55,11 +58,10 @@ def order_of(args: Namespace, experts: str) -> str:
     return "te" if args.moe_grouped_gemm and args.transformer_impl == "transformer_engine" else "local"
 
 
-def _folder(args: Namespace) -> Path | None:
+def _folder(given: Mapping[str, Any]) -> Path | None:
     """Return the folder whose optimizer state is to be loaded, if any."""
     # An upcycling start reads a dense checkpoint's weights only; a requeued one goes on from its own.
-    folder = args.save if args.moe_use_upcycling else args.load
-    if args.no_load_optim or args.finetune or folder is None or not (Path(folder) / TRACKER).is_file():
+    folder = given.get("save" if given.get("moe_use_upcycling") else "load")
+    if given.get("no_load_optim") or given.get("finetune") or folder is None:
         return None
-    return Path(folder)
-
+    return Path(folder) if (Path(folder) / TRACKER).is_file() else None

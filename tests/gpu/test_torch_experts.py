@@ -28,7 +28,9 @@ def world() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.distributed.init_process_group("nccl", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend="nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
