@@ -8,6 +8,7 @@ Shapes: T tokens, I inputs, O outputs of the layer.
 
 from __future__ import annotations
 
+import importlib.util
 from importlib import metadata
 
 import torch
@@ -18,7 +19,12 @@ _TRANSFORMER_ENGINE = Version("2.20")
 
 
 def is_available() -> bool:
-    """Return whether the sum can be fused here: Transformer Engine is new enough and there is a GPU."""
+    """Return whether the sum can be fused here: Transformer Engine is new enough and there is a GPU.
+
+    Under the CPU runtime, which hides Transformer Engine and answers for torch.cuda, there is none.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
     try:
         installed = Version(metadata.version("transformer_engine"))
     except metadata.PackageNotFoundError:
