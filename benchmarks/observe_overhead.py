@@ -9,11 +9,11 @@ Real training through the plain entry point with a run directory. Blocks of one 
 (hooks, the reduction, alarms, the run directory's writer, the process that feeds Trackio) stand beside blocks in which
 the hooks return at once and nothing is written, in the order on, off, off, on, so that drift hits both. Each step is
 timed with the device waited for at its end, which shows host time that training could hide. The ratio is the sum over
-the places of a block of the median step there, over as many median steps without: one slow step of a crowded machine
-moves neither. Its 95 % interval is that of the rounds (on, off, off, on) drawn again with replacement. Every pair of
-neighbouring blocks gives a ratio of its own for the spread; the same in the process's CPU seconds. What a sampled step
-takes longer is also said by itself: the last step of a block less the median of that block, with the instruments and
-without.
+the places of a block of the median step there, over the same sum of the blocks without: one slow step of a crowded
+machine moves neither. Its 95 % interval is that of the rounds (on, off, off, on) drawn again with replacement. Every
+pair of neighbouring blocks gives a ratio of its own for the spread; the same in the process's CPU seconds. What a
+sampled step takes longer is also said by itself: the last step of a block less the median of that block, with the
+instruments and without.
 
 Python's full garbage collection takes some 400 ms of one step in fifty here, with and without the instruments. So all
 objects are frozen at the end of the warm-up, and a collection that isn't timed ends each block.
@@ -217,21 +217,20 @@ def figures(watch: Stopwatch, options: argparse.Namespace) -> dict[str, Any]:
     rounds = [watch.blocks[at : at + len(ORDER)] for at in range(0, len(watch.blocks), len(ORDER))]
     whole = [blocks for blocks in rounds if len(blocks) == len(ORDER)]
     for clock in ("wall", "cpu"):
-        places, without = compared(watch.blocks, clock)
+        places, without = by_place(on, clock), by_place(off, clock)
         pairs = [
             statistics.fmean(getattr(a, clock)) / statistics.fmean(getattr(b, clock))
             for a, b in (sorted(pair, key=lambda block: not block.on) for pair in pairwise(watch.blocks))
             if a.on is not b.on
         ]
-        result[f"{clock}_off_ms"] = 1e3 * without
+        result[f"{clock}_off_ms"] = 1e3 * statistics.fmean(without)
         result[f"{clock}_on_ms"] = 1e3 * statistics.fmean(places)
-        result[f"{clock}_ratio"] = statistics.fmean(places) / without
+        result[f"{clock}_ratio"] = sum(places) / sum(without)
         result[f"{clock}_ratio_95"] = interval_of(whole, clock)
         result[f"{clock}_pairs_quartiles"] = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else pairs
         if clock == "wall":
             result["places_on_ms"] = [1e3 * place for place in places]
-            each = zip(*(block.wall for block in off), strict=True)
-            result["places_off_ms"] = [1e3 * statistics.median(steps) for steps in each]
+            result["places_off_ms"] = [1e3 * place for place in without]
     above = [
         statistics.median(block.wall[-1] - statistics.median(block.wall) for block in blocks) for blocks in (on, off)
     ]
@@ -250,11 +249,9 @@ def figures(watch: Stopwatch, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def compared(blocks: list[Block], clock: str) -> tuple[list[float], float]:
-    """Return the median step at each place of the blocks that are on, and of all steps of those that are off."""
-    on = [getattr(block, clock) for block in blocks if block.on]
-    off = [step for block in blocks if not block.on for step in getattr(block, clock)]
-    return [statistics.median(steps) for steps in zip(*on, strict=True)], statistics.median(off)
+def by_place(blocks: list[Block], clock: str) -> list[float]:
+    """Return the median step at each place of these blocks."""
+    return [statistics.median(steps) for steps in zip(*(getattr(block, clock) for block in blocks), strict=True)]
 
 
 def interval_of(rounds: list[list[Block]], clock: str) -> list[float]:
@@ -264,8 +261,9 @@ def interval_of(rounds: list[list[Block]], clock: str) -> list[float]:
     draw = random.Random(1)
     ratios = []
     for _ in range(400):
-        places, without = compared([block for one in draw.choices(rounds, k=len(rounds)) for block in one], clock)
-        ratios.append(statistics.fmean(places) / without)
+        drawn = [block for one in draw.choices(rounds, k=len(rounds)) for block in one]
+        on, off = ([block for block in drawn if block.on is which] for which in (True, False))
+        ratios.append(sum(by_place(on, clock)) / sum(by_place(off, clock)))
     cuts = statistics.quantiles(ratios, n=40)
     return [cuts[0], cuts[-1]]
 
