@@ -121,6 +121,13 @@ def _visible(gpu: int) -> str:
     return visible[gpu] if gpu < len(visible) else str(gpu)
 
 
+def be_the_only_rank() -> None:
+    """Set what torchrun would set for a single rank, for a benchmark that trains in its own process."""
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, str(value))
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
-import socket
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gated_run import machine
+from gated_run import be_the_only_rank, machine
 from gpu_step import MODEL_ARGS, MOE_ARGS, PRESET_ARGS, TRAIN_ARGS
 
 # The first pattern that a kernel's name matches gives its kind.
@@ -70,12 +68,7 @@ def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from megatron_ext.runtime import hooks, pretrain
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, str(value))
+    be_the_only_rank()
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
     stock = hooks.step_end
 

@@ -31,7 +31,6 @@ import gc
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gated_run import be_the_only_rank
 from gpu_step import MODEL_ARGS, MOE_ARGS, PRESET_ARGS
 
 RESULTS = Path(__file__).with_name("results")
@@ -189,12 +189,7 @@ def train(options: argparse.Namespace, seconds: float, folder: Path) -> Stopwatc
     """Train until the time is over; return the stopwatch with its blocks."""
     from megatron_ext.runtime import hooks, pretrain
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, str(value))
+    be_the_only_rank()
     warm_up = options.warm_up or options.interval
     watch = Stopwatch(hooks, options.interval, seconds, warm_up)
     hooks.step_end = watch.step_end  # type: ignore[assignment]
