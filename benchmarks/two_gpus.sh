@@ -21,18 +21,8 @@ export PYTHONPATH="$root/build/megatron:$root:${PYTHONPATH:-}"
 plan=${PLAN:-preset@6,upstream@8,preset-dense@6,preset-dedup@6,preset-expandable@8,preset-forced@6,upstream-forced@8,preset-dedup-forced@6}
 waiting=()
 
-asked() { [[ " ${parts[*]} " == *" $1 "* ]]; }
-
-# Runs a command with a limit; its output goes to a log of which the lines that match are printed, or the end if it failed.
-part() { # NAME SECONDS PATTERN COMMAND...
-  local name=$1 limit=$2 pattern=$3 begin=$SECONDS rc=0
-  shift 3
-  echo "== $name"
-  timeout -k 10 "$limit" "$@" >"$work/$name.log" 2>&1 || rc=$?
-  grep -E "$pattern" "$work/$name.log" || true
-  [ "$rc" -eq 0 ] || tail -n 25 "$work/$name.log"
-  echo "== $name: rc $rc, $((SECONDS - begin)) s"
-}
+# shellcheck source=benchmarks/parts.sh
+. "$here/parts.sh"
 
 # Starts a command that loads its imports now and waits for its turn.
 ahead() { # NAME SECONDS COMMAND...
