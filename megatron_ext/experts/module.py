@@ -78,8 +78,7 @@ class TorchGroupedMLP(SequentialMLP):
         if not self.recomputes_activation:
             inner = self._activate(inner, permuted_probs)
             return grouped_linear(inner, ends, fc2, add_to_main_grad=fuse), None
-        # None: upstream takes False, its default, for FP8 and then asks Transformer Engine about it.
-        recompute = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+        recompute = tensor_parallel.CheckpointWithoutOutput()
         inner = recompute.checkpoint(self._activate, inner, permuted_probs)
         output = grouped_linear(inner, ends, fc2, add_to_main_grad=fuse)
         recompute.discard_output_and_register_recompute(output)
