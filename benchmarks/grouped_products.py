@@ -37,6 +37,7 @@ def main() -> int:
     args = parser.parse_args()
 
     import torch
+    import transformer_engine.pytorch  # noqa: F401  (puts the next one within reach)
     import transformer_engine_torch as tex
     from gated_run import machine
 
