@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,14 +103,16 @@ def megatron_moe(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train_and_kill(flags: Sequence[str], *, after_step: int, log: Path, ranks: int = 2) -> None:
-    """Start a training and SIGKILL all its processes once a step is logged."""
+def train_and_kill(
+    flags: Sequence[str], *, after_step: int, log: Path, ranks: int = 2, ready: Callable[[], bool] = lambda: True
+) -> None:
+    """Start a training and SIGKILL all its processes once a step is logged and `ready` says so."""
     with log.open("w") as out:
         process = subprocess.Popen(
             command(flags, ranks=ranks), stdout=out, stderr=out, env=environment(), cwd=ROOT, start_new_session=True
         )
         deadline = time.monotonic() + 240
-        while after_step not in losses(log.read_text()):
+        while after_step not in losses(log.read_text()) or not ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"no step {after_step}:\n{log.read_text()[-3000:]}")
             time.sleep(0.02)
