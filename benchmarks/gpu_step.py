@@ -130,18 +130,11 @@ def _named() -> dict[str, Variant]:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One run: medians after the first steps, the spread over them, and every step's loss."""
+class Result(gated_run.Steps):
+    """One run: Megatron's figures, of which entry of the plan, and how long it took."""
 
     name: str
     micro_batch: int
-    tflops: float
-    step_ms: float
-    step_ms_min: float
-    step_ms_max: float
-    peak_mib: float
-    reserved_mib: float
-    losses: list[float]
     wall_s: float  # from the gate to the last step: without the imports
 
 
@@ -220,7 +213,7 @@ def finish(args: argparse.Namespace, run: gated_run.Started) -> Result | None:
         print(gated_run.failure(run.log), flush=True)
         return None
     name, micro_batch = entry(args, run.job.name)
-    return Result(name, micro_batch, **asdict(gated_run.parse(run.log, SKIP)), wall_s=seconds)
+    return Result(**asdict(gated_run.parse(run.log, SKIP)), name=name, micro_batch=micro_batch, wall_s=seconds)
 
 
 def summary(results: list[Result]) -> dict[str, float]:
