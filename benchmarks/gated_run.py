@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ class Job:
         words: Script and arguments, the same on every rank.
         environment: What is added to this process's own, the same on every rank.
         gpus: One device number a rank (ignored on the CPU).
-        steps: The last step.
+        steps: The last step; the words must have memory printed after it (`--log-memory-interval`).
     """
 
     name: str
@@ -63,9 +63,10 @@ class Started:
         (self.folder / "go").touch()
 
     def complete(self) -> bool:
-        """Whether the last step has been printed."""
-        steps = self.job.steps
-        return bool(re.search(rf"iteration +{steps}/ +{steps} \|.*\n", self.log))
+        """Whether the last step has been printed, and the memory after it: another rank's line, or a later one."""
+        steps, log = self.job.steps, self.log
+        step = re.search(rf"iteration +{steps}/ +{steps} \|.*\n", log)
+        return bool(step and re.search(rf"\(after {steps} iterations\) memory .*\n", log))
 
     def wait(self, limit: float) -> float | None:
         """Wait for the last step and end the ranks; seconds since the gate, or None where a rank ended or time did."""
@@ -155,6 +156,7 @@ class Steps:
         peak_mib: `max allocated` of the rank that printed it (rank 0), MiB.
         reserved_mib: `max reserved`, likewise.
         losses: Of every step.
+        grad_norms: Of every step, as Megatron prints them, to three decimals (records made earlier have none).
     """
 
     tflops: float
@@ -164,6 +166,7 @@ class Steps:
     peak_mib: float
     reserved_mib: float
     losses: list[float]
+    grad_norms: list[float] = field(default_factory=list, kw_only=True)
 
 
 def parse(text: str, skip: int) -> Steps:
@@ -176,6 +179,7 @@ def parse(text: str, skip: int) -> Steps:
         max(values(r"max allocated: ([0-9.]+)", text) or nothing),
         max(values(r"max reserved: ([0-9.]+)", text) or nothing),
         values(r"lm loss: ([0-9.E+-]+)", text),
+        grad_norms=values(r"grad norm: ([0-9.]+|nan|inf)", text),
     )  # fmt: skip
 
 

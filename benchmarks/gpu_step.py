@@ -155,7 +155,8 @@ def words(args: argparse.Namespace, word: str, folder: Path) -> tuple[str, ...]:
     return (
         str(script), "train", "--device", args.device, "--", *MODEL_ARGS, "--num-layers", str(args.layers), *TRAIN_ARGS,
         "--micro-batch-size", str(micro_batch), "--global-batch-size", str(args.global_batch),
-        "--train-iters", str(args.steps), "--log-memory-interval", "1", *data(args),
+        # Reading the memory's statistics takes time, so it is done once, when the last step's time has been taken.
+        "--train-iters", str(args.steps), "--log-memory-interval", str(args.steps), *data(args),
         *(for_cpu(flags) if cpu else flags),
         *(("--expert-model-parallel-size", str(args.ranks)) if moe and args.ranks > 1 else ()),
         *(TOY if cpu else ()), *(("--moe-ffn-hidden-size", "64") if cpu and moe else ()),
