@@ -1,4 +1,4 @@
-"""The pieces that the gpu/ patches put in, against references: the loss, the fused weight gradient, SwiGLU."""
+"""The pieces that the gpu/ patches put in, against references: loss, fused weight gradient, SwiGLU, the router."""
 
 from __future__ import annotations
 
@@ -103,3 +103,79 @@ def test_swiglu_kernels_are_as_exact_as_upstreams_compiled_function(dtype: torch
     for mine, theirs in zip(ours[:2], upstream[:2], strict=True):
         assert mine <= max(alike * theirs, fp32)
     assert ours[2] <= max(1.5 * upstream[2], 2.0**-22)
+
+
+def _router_errors(tokens: int, experts: int, hidden: int) -> dict[str, list[float]]:
+    """Relative errors of the gradients of tokens and weight through Megatron's function: ours, and upstream's."""
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    from megatron_ext.fused import router
+
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(experts, hidden, device="cuda")).bfloat16().requires_grad_()
+    # A softmax's gradient: sizes over some decades, rows that sum to nothing.
+    grad = torch.randn(tokens, experts, device="cuda") * (3 * torch.randn(tokens, experts, device="cuda")).softmax(-1)
+    assert router.takes(x, weight, grad)
+    exact = (grad.double() @ weight.detach().double(), grad.double().t() @ x.detach().double())
+    errors: dict[str, list[float]] = {}
+    for name in ("bf16", "megatron"):
+        x.grad = weight.grad = None
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(router.VARIABLE, name)
+            router_gating_linear(x, weight, None, torch.float32).backward(grad)
+        assert x.grad is not None
+        assert weight.grad is not None
+        errors[name] = [_relative(x.grad, exact[0]), _relative(weight.grad, exact[1])]
+    return errors
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(4096, 64), (65_536, 64), (8192, 128), (4096, 256)])
+def test_router_gradients_are_no_less_exact_than_upstreams(tokens: int, experts: int) -> None:
+    errors = _router_errors(tokens, experts, 2048)
+    print(f"{tokens} x {experts}: relative errors of dX and dW, {errors}")
+    for ours, upstream in zip(errors["bf16"], errors["megatron"], strict=True):
+        # Both are mostly the last rounding to bf16, which may fall either way.
+        assert ours <= 1.002 * upstream
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden"),
+    [(1, 64, 2048), (33, 6, 2048), (1000, 20, 2048), (4099, 6, 2048), (777, 20, 50), (5, 1, 33)],
+)
+def test_router_gradients_of_odd_sizes_are_exact_up_to_bf16(tokens: int, experts: int, hidden: int) -> None:
+    from megatron_ext.fused import router
+
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    weight, grad = torch.randn(experts, hidden, device="cuda").bfloat16(), torch.randn(tokens, experts, device="cuda")
+    of_x, of_weight = router.gradients(x, weight, grad)
+    for got, a, b in ((of_x, grad.double(), weight.double()), (of_weight, grad.double().t(), x.double())):
+        # Half of bf16's step; of the terms the halves leave 2^-17 out, sums in fp32 less.
+        allowed = 2.0**-8 * (a @ b).abs() + 2.0**-16 * (a.abs() @ b.abs())
+        assert bool(((got.double() - a @ b).abs() <= allowed).all())
+
+
+def test_router_gradients_make_no_copy_of_the_tokens() -> None:
+    from megatron_ext.fused import router
+
+    tokens, experts, hidden = 16_384, 64, 2048
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    weight, grad = torch.randn(experts, hidden, device="cuda").bfloat16(), torch.randn(tokens, experts, device="cuda")
+    router.gradients(x, weight, grad)  # the library's workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    router.gradients(x, weight, grad)
+    # The result in bf16, and next to nothing beside it; an fp32 copy alone is twice the result.
+    assert torch.cuda.max_memory_allocated() - before < 1.25 * x.nbytes
+
+
+def test_a_router_gradient_of_inf_or_nan_shows_on_the_gpu() -> None:
+    from megatron_ext.fused import router
+
+    for value in (float("inf"), float("nan"), 3.4e38):
+        x, weight = torch.randn(64, 256, device="cuda").bfloat16(), torch.randn(16, 256, device="cuda").bfloat16()
+        grad = torch.randn(64, 16, device="cuda")
+        grad[2, 4] = value
+        of_x, of_weight = router.gradients(x, weight, grad)
+        assert bool(of_x[2].isnan().all())
+        assert bool(of_weight[4].isnan().all())
+        assert int((~of_x.isfinite()).any(1).sum()) == int((~of_weight.isfinite()).any(1).sum()) == 1
