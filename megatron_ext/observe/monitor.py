@@ -135,7 +135,7 @@ class Monitor:
         run.labels = None
         run.sampling = (iteration + 1) % self._options.interval == 0
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Deliver what is still on its way; the hooks stay, they cost nothing without steps."""
         self._deliver(wait=True)
 

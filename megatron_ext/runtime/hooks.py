@@ -126,10 +126,22 @@ def step_end(iteration: int) -> None:
         _guarded("sniff", "step_end", lambda: _session.sniff.step_end(iteration))
 
 
+def checkpoint_begins() -> None:
+    """Get the rows so far into the run directory: a run that resumes from this checkpoint does not write them again.
+
+    Megatron calls it on every rank, before any says that the checkpoint is complete. It waits for the disk for a few
+    seconds at most.
+    """
+    if _session.monitor is not None:
+        _guarded("monitor", "flush", _session.monitor.flush)
+    if _session.writer is not None:
+        _session.writer.flush()
+
+
 def close() -> None:
     """Deliver what is on its way, flush and close the run's writer; safe to call twice."""
     if _session.monitor is not None:
-        _guarded("monitor", "close", _session.monitor.close)
+        _guarded("monitor", "flush", _session.monitor.flush)
     if _session.sniff is not None:
         _guarded("sniff", "close", lambda: _session.sniff.close(_session.last_step))
         _session.sniff = None

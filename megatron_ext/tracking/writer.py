@@ -1,4 +1,4 @@
-"""`RunWriter`: the only writer of a run directory. It never blocks or fails a training step.
+"""`RunWriter`: the only writer of a run directory. It never blocks or fails a training step; a checkpoint waits for it.
 
 The training thread hands over plain values; a thread of our own writes them. A second process feeds Trackio
 from the files (`feeder.py`), so whatever happens there cannot reach training.
@@ -37,13 +37,15 @@ IDLE_FLUSH_S = 2.0
 # The monitor delivers a sample up to a step or two later; a row written before only becomes two lines.
 OPEN_ROWS = 3
 CLOSE_WAIT_S = 10.0
+# A checkpoint waits no longer than this for its rows.
+FLUSH_WAIT_S = 10.0
 
 
 class RunWriter:
     """Writes metrics, routing and alarms of one run; see docs/architecture.md for the files.
 
-    All methods may be called from any thread and return at once. Satisfies the sink Protocol of
-    `megatron_ext.observe`.
+    All methods may be called from any thread, and all but `flush` and `close` return at once. Satisfies the sink
+    Protocol of `megatron_ext.observe`.
 
     Args:
         options: The run directory and Trackio's place.
@@ -143,14 +145,28 @@ class RunWriter:
             return None
         return state if isinstance(state, dict) else None
 
+    def flush(self) -> None:
+        """Write everything so far, open rows too, and wait until it is in the files, `FLUSH_WAIT_S` at most.
+
+        What comes later for the same steps becomes a further line of their rows. Lines that the disk refuses stay in
+        memory, as always.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._put_rows()
+        written = threading.Event()
+        self._put("flush", written)
+        if not written.wait(FLUSH_WAIT_S):
+            self._warn("flush", "the run directory's disk is too slow; a checkpoint did not wait for its rows")
+
     def close(self) -> None:
         """Write what is left, let Trackio catch up, stop. Calling it again does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for step in sorted(self._rows):
-                self._put("metrics", self._rows.pop(step))
+            self._put_rows()
         atexit.unregister(self.close)
         try:
             self._queue.put(None, timeout=CLOSE_WAIT_S)
@@ -161,6 +177,10 @@ class RunWriter:
             self._feeder.close()
             self._report_feeder()
         self._opened.close()
+
+    def _put_rows(self) -> None:
+        for step in sorted(self._rows):
+            self._put("metrics", self._rows.pop(step))
 
     # Below: the thread's side.
 
@@ -199,6 +219,11 @@ class RunWriter:
             self._append(ALARMS_FILE, alarm_line(self._opened.number, item))
         elif kind == "state":
             write_json(self.run_dir / STATE_FILE, item)
+        elif kind == "flush":
+            for file in self._files.values():
+                file.flush(force=True)
+            self._report_files()
+            item.set()
 
     def _append(self, name: str, line: bytes) -> None:
         self._files[name].append(line)

@@ -141,7 +141,7 @@ def watched(trained: small.Training, folder: Path, seed: int) -> dict[str, float
     monitor.attach([trained.model])
     trained.step(seed)
     monitor.step_end(1)
-    monitor.close()
+    monitor.flush()
     if not writes:
         return {}
     counts = Output(folder, "").counts(1)

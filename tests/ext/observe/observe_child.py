@@ -88,7 +88,7 @@ def train_rank(spec: dict[str, Any]) -> None:
     _connect(pretrain, sink)
     pretrain.train(spec["flags"], asked_device="cpu")
     for monitor in monitors:
-        monitor.close()
+        monitor.flush()
 
 
 def main() -> None:

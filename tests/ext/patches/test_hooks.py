@@ -17,6 +17,9 @@ TRAINING = "megatron.training.training"
 def test_training_calls_the_hooks() -> None:
     assert calls(function(TRAINING, "setup_model_and_optimizer")).count("hooks.model_built") == 1
     assert calls(function(TRAINING, "train")).count("hooks.step_end") == 1
+    saving = calls(function(TRAINING, "save_checkpoint_and_time"))
+    assert saving.count("hooks.checkpoint_begins") == 1
+    assert saving.index("hooks.checkpoint_begins") < saving.index("save_checkpoint")
 
 
 def test_every_scalar_reaches_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.observe.sink import Sink
 from megatron_ext.tracking.appender import Appender
 from megatron_ext.tracking.rundir import read_run
+from megatron_ext.tracking.writer import FLUSH_WAIT_S
 
 
 def _open(args) -> tracking.RunWriter:
@@ -180,6 +181,33 @@ def test_last_row_of_a_hung_run_gets_to_the_disk(make_args, tmp_path: Path) -> N
     writer.close()
     (row,) = read_run(tmp_path / "moe").rows
     assert row.metrics == {"lm loss": 1.0, "late": 2.0}
+
+
+def test_a_flush_leaves_every_row_on_the_disk_and_late_numbers_join_them(make_args, tmp_path: Path) -> None:
+    writer = _open(make_args("--moe-ext-no-trackio"))
+    for step in (1, 2, 3, 4):
+        writer.scalars(step, {"lm loss": float(step)})
+    writer.routing(4, [0], np.array([[3, 1]]))
+    writer.flush()
+    written = read_run(tmp_path / "moe")  # nothing waits: a kill would lose nothing
+    assert [(row.step, row.metrics["lm loss"]) for row in written.rows] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [frame.step for frame in written.routing] == [4]
+    writer.scalars(4, {"late": 5.0})
+    writer.close()
+    writer.flush()  # after the end: nothing to do, nothing to wait for
+    assert read_run(tmp_path / "moe").rows[-1].metrics == {"lm loss": 4.0, "late": 5.0}
+
+
+def test_a_flush_does_not_wait_for_a_disk_that_refuses(make_args, tmp_path: Path, caplog) -> None:
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "metrics.jsonl").symlink_to("/dev/full")
+    writer = _open(make_args("--moe-ext-no-trackio"))
+    writer.scalars(1, {"lm loss": 1.0})
+    begin = time.monotonic()
+    writer.flush()
+    assert time.monotonic() - begin < FLUSH_WAIT_S / 2
+    assert "training goes on" in caplog.text
+    writer.close()
 
 
 def test_routing_with_extra_fields(make_args, tmp_path: Path) -> None:
