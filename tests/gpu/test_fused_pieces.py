@@ -1,4 +1,4 @@
-"""The pieces that the gpu/ patches put in, against references: loss, fused weight gradient, SwiGLU, the router."""
+"""The pieces that the gpu/ patches put in, against references: loss, weight gradient, SwiGLU, router, AdamW."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def test_te_cross_entropy_equals_the_fp32_loss_and_gradient() -> None:
     assert _relative(logits.grad, exact.grad) < 5e-3
 
 
-@pytest.mark.parametrize("script", ["swiglu_check.py", "megatron_check.py"])
-def test_swiglu_kernels_pass_the_checks_of_the_cpu_tests_compiled(script: str) -> None:
+@pytest.mark.parametrize(
+    "script", ["swiglu_check.py", "megatron_check.py", "adam_check.py", "adam_megatron_check.py"]
+)
+def test_kernels_pass_the_checks_of_the_cpu_tests_compiled(script: str) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "ext" / "fused" / script), "cuda"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -179,3 +181,38 @@ def test_a_router_gradient_of_inf_or_nan_shows_on_the_gpu() -> None:
         assert bool(of_x[2].isnan().all())
         assert bool(of_weight[4].isnan().all())
         assert int((~of_x.isfinite()).any(1).sum()) == int((~of_weight.isfinite()).any(1).sum()) == 1
+
+
+def test_adamw_kernel_is_as_exact_as_transformer_engines() -> None:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from megatron_ext.fused.adam_kernels import Addresses, Hyper
+
+    sizes, lr, betas, eps, decay = [2_097_152, 65_537, 2048, 1], 1e-3, (0.9, 0.95), 1e-8, 0.1
+    theirs = [torch.nn.Parameter(torch.randn(size, device="cuda")) for size in sizes]
+    mine = [parameter.detach().clone() for parameter in theirs]
+    exact = [[p.double(), *torch.zeros(2, p.numel(), device="cuda", dtype=torch.float64)] for p in mine]
+    first, second = ([torch.zeros_like(p) for p in mine] for _ in range(2))
+    outs = [torch.empty_like(p, dtype=torch.bfloat16) for p in mine]
+    adam = FusedAdam(theirs, lr=lr, betas=betas, eps=eps, weight_decay=decay)
+    launch = Addresses(sizes, torch.bfloat16, mine[0].device)
+    for step in range(1, 21):
+        clip = torch.full((1,), 1 / step, device="cuda")
+        grads = [torch.randn_like(p) for p in mine]
+        tensors = zip(mine, first, second, grads, outs, strict=True)
+        launch.point([tuple(tensor.data_ptr() for tensor in row) for row in tensors])
+        launch.adamw(Hyper(lr, *betas, eps, decay, step), clip)
+        for parameter, grad, (p, m, v) in zip(theirs, grads, exact, strict=True):
+            parameter.grad = grad * clip
+            g = parameter.grad.double()
+            m.lerp_(g, 1 - betas[0])
+            v.lerp_(g * g, 1 - betas[1])
+            update = (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+            p.sub_(lr * (update + decay * p))
+        adam.step()
+    for parameter, p, out, (want, _, _) in zip(theirs, mine, outs, exact, strict=True):
+        errors = [float((got.double() - want).norm()) for got in (p, parameter.detach())]
+        print(f"{p.numel()} values: distance from fp64, ours {errors[0]:.3e}, Transformer Engine's {errors[1]:.3e}")
+        # One value alone may be lucky: a rounding of it is allowed.
+        assert errors[0] <= 1.1 * errors[1] + 2.0**-23 * float(want.abs().max())
+        assert torch.equal(out, p.bfloat16())
