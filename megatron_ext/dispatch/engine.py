@@ -110,15 +110,18 @@ class Engine:
         """
         form = RowFormat(x.shape[1], ids.shape[1], x.dtype, weights.dtype, self.layout.num_experts)
         counts = start_counts(routing.count_vector(ids, self.layout), self.layout, self.groups.world)
+        # Before the wait for the counts, so that the GPU has this to do meanwhile and nothing but rows after it.
+        meta = None if self.is_static(ids.shape[1]) else form.pack_meta(weights, ids)
         hop, near_from = self._first_hop(ids, counts)
         packed = x.new_empty(hop.rows_after, form.row_bytes, dtype=torch.uint8)
         send = packed.new_empty(0 if hop.exchange.fixed else hop.exchange.rows_out, form.row_bytes)
         near = packed[near_from:]
-        if hop.exchange.fixed:
-            _pack(form, x, weights, ids, None, near, near)
+        if meta is None:
+            _fill(form, x, weights, ids, near)
             hop.exchange.share(near, packed[:near_from])
         else:
-            _pack(form, x, weights, ids, hop.slots, send, near)
+            spread_rows(x, hop.slots, form.hidden_view(send), form.hidden_view(near))
+            spread_rows(meta, hop.slots, form.meta_view(send), form.meta_view(near))
             hop.exchange.go(send, packed[:near_from])
         del send
         hops = [hop]
@@ -196,21 +199,13 @@ def _hop(
     return hop, hop.exchange.rows_in
 
 
-def _pack(
-    form: RowFormat, x: Tensor, weights: Tensor, ids: Tensor, slots: Tensor | None, far: Tensor, near: Tensor
-) -> None:
-    """Write packed rows to their slots, or (static) all tokens to `near`, the rows behind them as empty
-    ones."""
-    if slots is None:
-        tokens, empty = len(x), len(near) - len(x)
-        form.hidden_view(near)[:tokens] = x
-        form.hidden_view(near)[tokens:] = 0
-        pad = torch.nn.functional.pad
-        meta = form.pack_meta(pad(weights, (0, 0, 0, empty)), pad(ids, (0, 0, 0, empty), value=-1))
-        form.meta_view(near)[:] = meta
-        return
-    spread_rows(x, slots, form.hidden_view(far), form.hidden_view(near))
-    spread_rows(form.pack_meta(weights, ids), slots, form.meta_view(far), form.meta_view(near))
+def _fill(form: RowFormat, x: Tensor, weights: Tensor, ids: Tensor, near: Tensor) -> None:
+    """The static form: write all tokens to `near`, the rows behind them as empty ones."""
+    tokens, empty = len(x), len(near) - len(x)
+    form.hidden_view(near)[:tokens] = x
+    form.hidden_view(near)[tokens:] = 0
+    pad = torch.nn.functional.pad
+    form.meta_view(near)[:] = form.pack_meta(pad(weights, (0, 0, 0, empty)), pad(ids, (0, 0, 0, empty), value=-1))
 
 
 def _carry(hop: Hop, rows: Tensor) -> Tensor:
