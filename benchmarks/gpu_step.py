@@ -59,6 +59,8 @@ LOCAL_ARGS = (
 ).split()
 FORCED = ["--moe-router-force-load-balancing"]
 DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "dedup"]
+# One micro-batch's exchange under another's compute.
+OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
 # Put behind the flags above, of which Megatron takes the last: what the CPU trains in a few seconds.
@@ -112,6 +114,8 @@ def _named() -> dict[str, Variant]:
         "preset-monitor": Variant((*fast, *MONITOR)),
         "preset-dedup": Variant((*fast, *DEDUP)),
         "preset-dedup-forced": Variant((*fast, *DEDUP, *FORCED)),
+        "preset-overlap": Variant((*fast, *OVERLAP)),
+        "preset-dedup-overlap": Variant((*fast, *DEDUP, *OVERLAP)),
         # One setting of the preset taken back, to see what it is worth.
         "preset-no-cutlass": Variant(fast, environment=no_cutlass),
         "preset-loss-check-each": Variant((*fast, "--moe-ext-loss-check", "micro-batch")),
@@ -227,7 +231,8 @@ def summary(results: list[Result]) -> dict[str, float]:
               ("preset-forced", "preset-dense"), ("preset-dense", "upstream-dense"),
               ("preset-monitor", "preset"), ("preset-fp8", "preset"), ("preset-dedup", "preset"),
               ("preset-dedup-forced", "preset-forced"), ("preset-dedup", "preset-dense"),
-              ("preset-dedup", "upstream"))  # fmt: skip
+              ("preset-dedup", "upstream"), ("preset-dedup-overlap", "preset-dedup"),
+              ("preset-dedup-forced", "upstream-forced"))  # fmt: skip
     return {f"{a} / {b}": median[a] / median[b] for a, b in wanted if a in median and median.get(b)}
 
 

@@ -18,7 +18,7 @@ work=$(mktemp -d)
 mkdir -p "$out"
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$root/build/megatron:$root:${PYTHONPATH:-}"
-plan=${PLAN:-preset@6,upstream@8,preset-dense@6,preset-dedup@6,preset-expandable@8,preset-forced@6,upstream-forced@8,preset-dedup-forced@6}
+plan=${PLAN:-preset-dedup@6,upstream@8,preset-dense@8,preset@6,preset-dedup-selective@8,preset-dedup-overlap@4,preset-dedup-forced@6,upstream-forced@8,preset-monitor@6}
 waiting=()
 
 # shellcheck source=benchmarks/parts.sh
@@ -28,6 +28,7 @@ waiting=()
 ahead() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2
   shift 2
+  : >"$work/$name.log" # there for the tail of its turn, however soon that comes
   timeout -k 10 "$limit" "$@" --wait-for "$work/$name.go" >"$work/$name.log" 2>&1 &
   waiting+=("$!")
 }
@@ -50,7 +51,7 @@ own=(megatron)
 if [ "$device" = cpu ]; then
   own=() # it needs CUDA streams
   small=(--tokens 32 256 --hidden 64 --repeats 3)
-  toy=(--device cpu --global-batch 16)
+  toy=(--device cpu --global-batch 48)
 else
   toy=(--global-batch 48) # 3 micro-batches of 8 on each of two ranks, 4 of 6, 6 of 4
 fi
@@ -60,7 +61,7 @@ upstream=()
 [ -z "${UPSTREAM:-}" ] || upstream=(--upstream "$UPSTREAM")
 
 if asked model; then
-  ahead model 900 "$python" "$here/gpu_step.py" --ranks 2 --layers 16 --steps 7 "${toy[@]}" "${data[@]}" "${upstream[@]}" \
+  ahead model 900 "$python" "$here/gpu_step.py" --ranks 2 --layers 16 --steps 6 "${toy[@]}" "${data[@]}" "${upstream[@]}" \
     --plan "$plan" --until "${MODEL_SECONDS:-280}" --limit 130 --work "$work/model" --out "$out/gpu_step-x2.json"
   model=$!
 fi
