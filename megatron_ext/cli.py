@@ -28,6 +28,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "health": Verb("megatron_ext.observe.health", "say how a run is doing, from its run directory"),
     "train": Verb("megatron_ext.runtime.cli", "start one rank's training under patched Megatron"),
+    "trace": Verb("megatron_ext.trace.cli", "say where a profiled step went, from torch's profiler traces"),
     "report": Verb("megatron_ext.report.cli", "a table and one offline page from run directories"),
     "tokenize": Verb("megatron_ext.data.cli", "turn text into Megatron's indexed files, or check them"),
     "plan": Verb("megatron_ext.plan.cli", "estimate before training: memory, traffic of the dispatchers, upcycling"),
