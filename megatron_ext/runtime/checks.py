@@ -21,6 +21,7 @@ def check_before_start(args: Namespace) -> None:
     """
     _check_experts(args)
     _check_dataset_helper()
+    check_profiling(args)
     if args.moe_use_upcycling:
         _check_upcycling_folders(args)
     if args.moe_ext_manifest:
@@ -65,6 +66,42 @@ def _check_experts(args: Namespace) -> None:
             "a token cannot choose more experts than there are",
             where=f"--moe-router-topk {args.moe_router_topk}, --num-experts {args.num_experts}",
             remedy=f"pass --moe-router-topk {args.num_experts} or less",
+        )
+
+
+def check_profiling(args: Namespace) -> None:
+    """Check that the profiler that was asked for would write its traces.
+
+    Args:
+        args: Megatron's parsed arguments, before its own validation.
+
+    Raises:
+        UserError: It would write none, or into a folder called "None", or crash the run at its end.
+    """
+    if args.use_pytorch_profiler and not args.profile:
+        raise UserError("the profiler is chosen and not switched on", where="--use-pytorch-profiler",
+                        why="Megatron profiles only with --profile", remedy="pass --profile too")  # fmt: skip
+    if not (args.profile and args.use_pytorch_profiler):
+        return
+    first, end = args.profile_step_start, args.profile_step_end
+    steps = f"--profile-step-start {first}, --profile-step-end {end}"
+    if end <= first:
+        raise UserError("no step would be profiled", where=steps, why="the end is the first step that is not profiled",
+                        remedy=f"pass --profile-step-end {first + 2} for two steps")  # fmt: skip
+    if args.train_iters is not None and end > args.train_iters:
+        raise UserError(
+            "the run would end while it is profiled",
+            where=f"{steps}, --train-iters {args.train_iters}",
+            why="Megatron stops the profiler, which writes the trace, only once step --profile-step-end is done",
+            remedy=f"pass --train-iters {end} or more, or profile earlier steps",
+        )
+    if args.tensorboard_dir is None:
+        folder = args.moe_ext_run_dir or "RUN_DIR"
+        raise UserError(
+            "there is no place for the profiler's traces",
+            where="--profile --use-pytorch-profiler without --tensorboard-dir",
+            why="Megatron writes them to torch_profile beside that folder",
+            remedy=f"pass --tensorboard-dir {folder}/tensorboard",
         )
 
 

@@ -143,6 +143,12 @@ def refuse_on_cpu(args: Namespace) -> None:
             f"{gpu} leave the flag out",
         ),
         _Refusal(
+            "--profile",
+            args.profile and not args.use_pytorch_profiler,
+            "without --use-pytorch-profiler it drives NVIDIA's Nsight Systems",
+            "add --use-pytorch-profiler, which records the CPU too (docs/trace.md)",
+        ),
+        _Refusal(
             "--sequence-parallel",
             args.sequence_parallel,
             "the norm of Megatron's local layers does not support it without Apex",
