@@ -1,10 +1,10 @@
-"""Where a step's time goes on one GPU: kernel time by kind, the idle rest, and the host calls that wait for the GPU.
+"""Where a step's time goes on one GPU: time by kind, the idle rest, and the host calls that wait for the GPU.
 
     python benchmarks/gpu_profile.py --data MANIFEST [--micro-batch 8] [--flags "--moe-ext-preset hopper"] [--json FILE]
 
-Trains the slice of `gpu_step.py` in this process and profiles one step after the warm-up with torch's profiler. Idle is
-the time of the step that no kernel and no copy covers; the profiler itself lengthens it a little, so compare profiles
-with each other, and steps with `gpu_step.py`.
+Trains the slice of `gpu_step.py` in this process, profiles one step after the warm-up with torch's profiler and reads
+the trace with `megatron_ext.trace`. Idle is the time of the step that no kernel and no copy covers; the profiler itself
+lengthens it a little, so compare profiles with each other, and steps with `gpu_step.py`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from gated_run import be_the_only_rank, machine
 from gpu_step import MODEL_ARGS, MOE_ARGS, PRESET_ARGS, TRAIN_ARGS
-
-# The first pattern that a kernel's name matches gives its kind.
-KINDS = (
-    ("grouped GEMM", r"[Gg]roup(ed|Problem)|GroupGEMM|grouped_mm"),
-    ("GEMM", r"nvjet|gemm|cutlass|gemv|xmma|cublas"),
-    ("attention", r"fmha|flash|attention|cudnn"),
-    ("optimizer", r"multi_tensor|adam|l2norm|MultiTensor"),
-    ("loss", r"cross_entropy|log_softmax|nll"),
-    ("activation", r"silu|swiglu|sigmoid"),
-    ("permute", r"permute|sort_chunks|row_id_map"),
-    ("router", r"topk|router|fused_score|aux_loss|moe_"),
-    ("norm, rope", r"rmsnorm|layernorm|rope|norm_"),
-    ("copy, fill", r"Memcpy|Memset|copy|fill|Fill|Copy|cast"),
-)
 
 
 class Enough(Exception):
@@ -49,6 +33,7 @@ def main() -> int:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--step", type=int, default=5, help="the step to profile")
     parser.add_argument("--top", type=int, default=24, help="kernels to print")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the trace, for `megatron-moe trace FILE`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +54,7 @@ def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from megatron_ext.runtime import hooks, pretrain
 
     be_the_only_rank()
-    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     stock = hooks.step_end
 
     def step_end(iteration: int) -> None:
@@ -95,54 +80,31 @@ def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             ],
             asked_device="cuda",
         )  # fmt: skip
-    return summarize(profiler.events())
+    path = args.trace or folder / "rank-0.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    return figures_of(path)
 
 
-def summarize(events: Any) -> dict[str, Any]:
-    """Return kernel time by kind and by name, and idle time, all in ms; waits of the host by call."""
-    from torch.autograd import DeviceType
+def figures_of(path: Path) -> dict[str, Any]:
+    """Return kernel time by kind and by name, and idle time, all in ms; waits of the host by call and place."""
+    from megatron_ext.trace import read_trace, summarize, work_of
 
-    device = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in device)
-    busy, reached, last = 0.0, spans[0][0], ""
-    gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for start, end, name in spans:
-        if start > reached:
-            gap = gaps[f"{_short(last)} -> {_short(name)}"]
-            gap[0] += (start - reached) / 1e3
-            gap[1] += 1
-        busy += max(0.0, end - max(start, reached))
-        if end > reached:
-            reached, last = end, name
-    kinds: dict[str, float] = defaultdict(float)
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in device:
-        took = event.time_range.elapsed_us() / 1e3
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, event.name)), "other")
-        kinds[kind] += took
-        kernels[event.name][0] += took
-        kernels[event.name][1] += 1
-    waits: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in events:
-        if event.device_type == DeviceType.CPU and "Synchronize" in event.name:
-            waits[event.name][0] += event.time_range.elapsed_us() / 1e3
-            waits[event.name][1] += 1
-    span = reached - spans[0][0]
+    trace = read_trace(path)
+    found = summarize(trace, work_of(trace))
+    pairs = {f"{pair.before} -> {pair.after}": [pair.total_ns / 1e6, pair.count] for pair in found.pairs[:40]}
+    waits = {f"{w.call} in {w.place}": [w.total_ns / 1e6, w.count] for w in found.waits}
+    kernels = {kernel.name: [kernel.total_ns / 1e6, kernel.count] for kernel in found.names}
     return {
-        "span_ms": span / 1e3,
-        "idle_ms": (span - busy) / 1e3,
-        "gaps_ms": dict(sorted(gaps.items(), key=lambda item: -item[1][0])[:40]),
-        "kernels": len(device),
-        "kinds_ms": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        "kernels_ms": dict(sorted(((name, value) for name, value in kernels.items()), key=lambda item: -item[1][0])),
-        "host_waits_ms": dict(waits),
+        "span_ms": found.span_ns / 1e6,
+        "idle_ms": found.idle_ns / 1e6,
+        "idle_after_wait_ms": found.idle_after_wait_ns / 1e6,
+        "gaps_ms": pairs,
+        "kernels": sum(kernel.count for kernel in found.names),
+        "kinds_ms": {row.kind: row.span_ns / 1e6 for row in sorted(found.rows, key=lambda row: -row.span_ns)},
+        "kernels_ms": kernels,
+        "host_waits_ms": waits,
     }
-
-
-def _short(name: str) -> str:
-    """Return what tells a kernel from the others in at most 44 characters."""
-    words = re.findall(r"[A-Za-z_]\w{5,}", re.sub(r"\b(void|at|native|anonymous namespace|std|array)\b", "", name))
-    return " ".join(words)[:44] or name[:44]
 
 
 def show(result: dict[str, Any], top: int) -> None:

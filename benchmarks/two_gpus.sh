@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that is measured on two GPUs of one host, part after part, each with a limit, few lines printed.
-#   PYTHONPATH=SITE bash benchmarks/two_gpus.sh OUT [PART ...]          PART: tests dispatch model memory deepep
+#   PYTHONPATH=SITE bash benchmarks/two_gpus.sh OUT [PART ...]          PART: tests dispatch model memory trace deepep
 # Environment: DATA (manifest.json of `megatron-moe tokenize`; mock data without), UPSTREAM (unpatched tree with its
 # dataset helper compiled; upstream's variants need it), WHEEL (folder of DeepEP's unpacked wheel), NCCL (lib and include
 # of 2.30.4 or later, for DeepEP's newer interface), PLAN (of gpu_step.py), MODEL_SECONDS (no further run of the model
@@ -9,7 +9,7 @@ set -uo pipefail
 out=${1:?usage: two_gpus.sh OUT [PART ...]}
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests dispatch model memory deepep)
+[ ${#parts[@]} -gt 0 ] || parts=(tests dispatch model memory trace deepep)
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 device=${DEVICE:-cuda}
@@ -76,8 +76,18 @@ if asked memory; then
   ahead memory 900 "$python" "$here/memory_runs.py" --device "$device" --work "$work/memory" --out "$out/memory_runs-x2.json"
   memory=$!
 fi
+if asked trace; then
+  profile="--profile --use-pytorch-profiler --profile-step-start 4 --profile-step-end 6"
+  ahead trace 900 "$python" "$here/gpu_step.py" --ranks 2 --layers 4 --steps 7 "${toy[@]}" "${data[@]}" --plan profiled@8 \
+    --also "profiled=${TRACE_OF:-preset-dedup} $profile --tensorboard-dir $out/trace/tensorboard" --limit 70 --work "$work/trace"
+  trace=$!
+fi
 asked model && turn model "$model"
 asked memory && turn memory "$memory"
+if asked trace; then
+  turn trace "$trace"
+  part trace-read 40 '.' "$python" -m megatron_ext.cli trace "$out/trace" --top 6 --json "$out/trace-x2.json"
+fi
 if asked deepep && [ -n "${WHEEL:-}" ]; then
   part deepep 180 'import|ms' "$python" "$here/deepep_nvlink.py" --wheel "$WHEEL" --out "$out/deepep_nvlink-x2.json"
   if [ -n "${NCCL:-}" ]; then

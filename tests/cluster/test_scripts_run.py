@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli import main
+from megatron_ext.trace import read_traces
 from megatron_ext.tracking.rundir import read_run
 
 REPO = Path(__file__).resolve().parents[2]
@@ -135,10 +135,9 @@ def test_balancers_and_a_second_start_that_skips_what_ended(place: Place) -> Non
 def test_profile(place: Place) -> None:
     run = place.root / "profile"
     place.run("profile_step.sbatch moe", "profile", RUN_DIR=str(run), PROFILE_FROM="2", PROFILE_TO="3")
-    (trace,) = (run / "torch_profile").iterdir()
-    assert trace.name == "rank-0.json.gz"
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert any("aten::mm" in event.get("name", "") for event in events)
+    traces = read_traces([run])
+    assert [trace.rank for trace in traces] == [0, 1]
+    assert all(list(trace.steps) == [2] and "aten::mm" in trace.names for trace in traces)
 
 
 def test_two_nodes_scaled_to_one(place: Place) -> None:
