@@ -35,7 +35,8 @@ if [ ! -f "$out/site.tar.xz" ]; then
   mkdir "$work/wheels"
   get "$work/wheels" "transformer-engine==$version" "transformer-engine-cu13==$version" omegaconf==2.4.0 \
     pydantic==2.12.4 pydantic-core==2.41.5 annotated-types==0.8.0 typing-inspection==0.4.5 importlib-metadata==10.2.0 \
-    nvdlfw-inspect==0.2.2 emerging-optimizers==0.3.0 einops==0.8.2 orjson==3.11.4
+    nvdlfw-inspect==0.2.2 emerging-optimizers==0.3.0 einops==0.8.2 orjson==3.11.4 \
+    rich==15.0.0 markdown-it-py==4.3.0 mdurl==0.1.2 pygments==2.21.0
   "$python" -m pip wheel -q --no-deps -w "$work/wheels" antlr4-python3-runtime==4.9.3 # only an sdist: pure Python
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$work"/wheels/*.whl "$te"
   rm -rf "$work/site/transformer_engine/jax" "$work/site/bin"
