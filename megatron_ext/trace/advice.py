@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.trace import kinds
+from megatron_ext.trace.ranks import Comparison
 from megatron_ext.trace.summary import RankSummary
 
 # Less than this share of the span is not worth a knob.
@@ -56,18 +57,19 @@ class Finding:
         return f"look at first: {self.what} ({self.share:.0%} of the span). Try: {self.knob}"
 
 
-def first_look(ranks: Sequence[RankSummary], waited_ns: Sequence[int] = ()) -> Finding:
+def first_look(ranks: Sequence[RankSummary], comparison: Comparison | None = None) -> Finding:
     """Return the largest finding over the ranks' mean.
 
     Args:
         ranks: At least one.
-        waited_ns: What each rank waited in collectives for the last rank; empty for one rank.
+        comparison: Of the ranks; None for one.
     """
     span = sum(rank.span_ns for rank in ranks)
     device = ranks[0].device
-    found = _findings(ranks, span) if device else _host_findings(ranks, span)
-    if device and waited_ns:
-        late = sum(waited_ns) / span
+    waited = {one.kind: sum(one.waited_ns) for one in comparison.arrivals} if comparison else {}
+    found = _findings(ranks, span, waited) if device else _host_findings(ranks, span)
+    if device and waited:
+        late = sum(waited.values()) / span
         found.append(Finding("ranks wait in collectives for the last one to come", late,
                              "the table of ranks names it; uneven routing: `megatron-moe health RUN_DIR`, "
                              "docs/symptoms.md; else its node: `megatron-moe preflight`"))  # fmt: skip
@@ -79,7 +81,7 @@ def first_look(ranks: Sequence[RankSummary], waited_ns: Sequence[int] = ()) -> F
     return worst
 
 
-def _findings(ranks: Sequence[RankSummary], span: int) -> list[Finding]:
+def _findings(ranks: Sequence[RankSummary], span: int, waited: Mapping[str, int]) -> list[Finding]:
     found = []
     exposed: dict[str, int] = {}
     for rank in ranks:
@@ -87,7 +89,9 @@ def _findings(ranks: Sequence[RankSummary], span: int) -> list[Finding]:
             exposed[part.kind] = exposed.get(part.kind, 0) + part.exposed_ns
     for kind, took in exposed.items():
         knob = _COLLECTIVE_KNOBS.get(kind, "see where it is called from in a trace viewer")
-        found.append(Finding(f"{kind} with nothing computed beside it", took / span, knob))
+        # What a rank waits for a late one is no matter of the transport; it is a finding of its own.
+        share = max(0, took - waited.get(kind, 0)) / span
+        found.append(Finding(f"{kind} with nothing computed beside it", share, knob))
     for kind, knob in _KERNEL_KNOBS.items():
         took = sum(row.span_ns for rank in ranks for row in rank.rows if row.kind == kind)
         found.append(Finding(f"kernels for {kind}", took / span, knob))
@@ -104,7 +108,7 @@ def _findings(ranks: Sequence[RankSummary], span: int) -> list[Finding]:
 def _wait_knob(ranks: Sequence[RankSummary]) -> str:
     worst = max((wait for rank in ranks for wait in rank.waits), key=lambda wait: wait.total_ns, default=None)
     named = f"{worst.call} in {worst.place}: " if worst else ""
-    return f"{named}--moe-ext-preset hopper takes two of these waits away (docs/gpu.md)"
+    return f"{named}with --moe-ext-preset hopper the host waits less often (docs/gpu.md)"
 
 
 def _host_findings(ranks: Sequence[RankSummary], span: int) -> list[Finding]:

@@ -72,7 +72,6 @@ def record(
     found: Sequence[RankSummary], comparison: ranks.Comparison | None, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Return everything as plain values; times in nanoseconds."""
-    waited = comparison.waited_ns if comparison else ()
     together: dict[str, Any] | None = None
     if comparison is not None:
         together = {
@@ -84,7 +83,7 @@ def record(
         "ranks": [asdict(rank) for rank in found],
         "comparison": together,
         "notes": list(notes),
-        "first_look": asdict(first_look(found, waited)),
+        "first_look": asdict(first_look(found, comparison)),
     }
 
 

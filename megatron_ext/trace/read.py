@@ -215,12 +215,22 @@ class _Columns:
             if "Collective name" in args:
                 self.messages[len(self.start) - 1] = _message(args)
 
+    def _find_messages_by_call(self) -> None:
+        """Give a kernel that carries no sizes those of the call whose id it carries, where the call was recorded."""
+        calls = {self.external[event]: message for event, message in self.messages.items()}
+        calls.pop(0, None)
+        kernel = CATEGORIES.index("kernel")
+        for event, number in enumerate(self.external):
+            if number in calls and self.category[event] == kernel:
+                self.messages.setdefault(event, calls[number])
+
     def trace(self, path: Path, about: dict[str, Any]) -> Trace:
         """Return the whole, sorted."""
         start, end = np.array(self.start, np.int64), np.array(self.end, np.int64)
         order = np.lexsort((-end, start))
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
+        self._find_messages_by_call()
         origin = round((self.base or 0.0) * 1e3) + int(about.get("baseTimeNanoseconds") or 0)
         where = about.get("distributedInfo") or {}
         return Trace(

@@ -44,8 +44,7 @@ def show(
         _show_comparison(ranks, comparison, console)
     chosen = next((rank for rank in ranks if rank.rank == detail), None) or max(ranks, key=lambda r: r.idle_ns)
     _show_detail(chosen, console, top)
-    waited = comparison.waited_ns if comparison else ()
-    _say(console, first_look(ranks, waited).text())
+    _say(console, first_look(ranks, comparison).text())
 
 
 def _headline(rank: RankSummary) -> str:

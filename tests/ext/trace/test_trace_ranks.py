@@ -79,6 +79,24 @@ def test_collectives_that_do_not_match_are_left_out_and_said(tmp_path):
     assert any("all-to-all" in note and "2, 3 on ranks 0, 1" in note for note in found.notes)
 
 
+def test_waiting_for_a_late_rank_is_not_put_down_to_the_transport(tmp_path):
+    """Rank 0 spends 40 % of the span in an all-to-all, three quarters of it waiting for rank 1's experts."""
+    for rank in (0, 1):
+        trace = made.Made(rank)
+        trace.step(3, 0, 1000)
+        came = 600 if rank == 0 else 900
+        trace.kernel(made.GROUPED, 0, came)
+        trace.all_to_all(came, 1000 - came)
+        trace.write(tmp_path)
+    traces = read_traces([tmp_path])
+    works = [account.work_of(trace) for trace in traces]
+    found = [summarize(trace, work) for trace, work in zip(traces, works, strict=True)]
+    look = first_look(found, ranks.compare(traces, works))
+    assert look.what == "ranks wait in collectives for the last one to come"
+    assert look.share == pytest.approx(0.15)  # 300 of 2,000 us
+    assert first_look(found).what.startswith("all-to-all")
+
+
 def test_the_last_line_names_the_largest_thing(tmp_path):
     made.two_ranks(tmp_path / "idle")
     traces = read_traces([tmp_path / "idle"])

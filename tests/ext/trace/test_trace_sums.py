@@ -62,6 +62,18 @@ def test_hidden_and_exposed_communication(tmp_path):
     assert by_kind["all-gather"].bytes == 0
 
 
+def test_sizes_come_from_the_call_where_the_kernel_has_none(tmp_path):
+    trace = made.Made()
+    trace.step(3, 0, 1000)
+    about = {"Collective name": "alltoall_base", "In msg nelems": 500, "Out msg nelems": 400, "dtype": "Float"}
+    trace.add("cpu_op", "record_param_comms", 10, 5, made.MAIN, **{"External id": 77, "Group size": 2, **about})
+    trace.kernel(made.SEND_RECV, 100, 50, made.NCCL_STREAM, **{"External id": 77})
+    trace.kernel(made.SEND_RECV, 300, 50, made.NCCL_STREAM, **{"External id": 78})
+    by_kind = {one.kind: one for one in _summary(trace, tmp_path).communication.collectives}
+    assert (by_kind["all-to-all"].count, by_kind["all-to-all"].bytes) == (1, 2000)
+    assert (by_kind[kinds.UNKNOWN_PAIRS].count, by_kind[kinds.UNKNOWN_PAIRS].bytes) == (1, 0)
+
+
 def test_bus_bandwidth_counts_as_nccl_tests_does():
     assert bus_factor("all-reduce", 8) == pytest.approx(1.75)
     assert bus_factor("all-to-all", 8) == pytest.approx(0.875)
