@@ -129,6 +129,31 @@ def test_a_gap_without_a_wait_is_the_host_being_slow(tmp_path):
     assert summary.pairs[0].total_ns == 60_000
 
 
+def test_a_wait_that_begins_in_a_gap_is_not_its_cause(tmp_path):
+    trace = made.Made()
+    trace.step(3, 0, 1000)
+    trace.kernel(made.GEMM, 0, 200)
+    trace.call("cudaStreamSynchronize", 300, 50)  # there is nothing to wait for any more
+    trace.kernel(made.GEMM, 500, 500, launched=490)
+    summary = _summary(trace, tmp_path)
+    assert summary.idle_ns == 300_000
+    assert summary.idle_after_wait_ns == 0
+    assert summary.gaps[0].wait == ""
+
+
+def test_the_order_of_events_in_the_file_does_not_matter(tmp_path):
+    trace = made.Made()
+    trace.step(3, 0, 1000)
+    trace.op("aten::matmul", 100, 200)
+    trace.op("aten::mm", 110, 100)
+    trace.op("aten::silu", 400, 90)
+    ordered = _summary(trace, tmp_path / "ordered")
+    trace.events.reverse()
+    turned = _summary(trace, tmp_path / "turned")
+    assert turned.rows == ordered.rows
+    assert turned.names == ordered.names
+
+
 def test_a_copy_of_pageable_memory_is_a_wait_and_of_pinned_memory_is_not(tmp_path):
     trace = made.Made()
     trace.step(3, 0, 1000)
@@ -173,6 +198,8 @@ def test_host_operators_by_their_own_time(tmp_path):
     names = {(named.name, named.kind): named.total_ns / 1e3 for named in summary.names}
     assert names["aten::mm", "GEMM"] == 180.0
     assert names["aten::matmul", "GEMM"] == 20.0
+    counts = {named.name: named.count for named in summary.names}
+    assert counts["aten::matmul"] == 1  # in two pieces, before and after aten::mm
     assert names["aten::mul_", "optimizer"] == 30.0
 
 
@@ -228,6 +255,8 @@ def test_unions_and_differences_against_sets_of_moments(first, second):
 
     a, b = ({t for at, took in pairs for t in range(at, at + took)} for pairs in (first, second))
     assert moments(of(first)) == a
+    start, end = of(first)
+    assert (start[1:] > end[:-1]).all()
     assert intervals.measure(of(first)) == len(a)
     assert moments(intervals.without(of(first), of(second))) == a - b
     assert moments(intervals.together((of(first), of(second)))) == a | b
