@@ -292,9 +292,10 @@ def _bucket_start(optimizer: Any, place: tuple[int, int]) -> int:
 def _hyper(group: dict[str, Any], count: int) -> Any:
     from megatron_ext.fused.adam_kernels import Hyper
 
-    beta1, beta2 = group["betas"]
-    correct = bool(group.get("bias_correction", True))
-    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], count, correct)
+    # Floats all: a whole number would make Triton compile the kernel anew.
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+    return Hyper(lr, beta1, beta2, eps, decay, count, bool(group.get("bias_correction", True)))
 
 
 def _torch_counts(inner: Any) -> list[list[Tensor]]:

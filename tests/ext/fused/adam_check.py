@@ -132,7 +132,11 @@ def check(seed: int, device: str) -> None:
         sum(float((got.double() - p).square().sum()) for got, (p, _, _) in zip(values, exact, strict=True)) ** 0.5
         for values in ([slot.p for slot in tensors], [parameter.detach() for parameter in theirs])
     ]
-    assert errors[0] <= 1.05 * errors[1], f"errors: ours {errors[0]:.3e}, torch's {errors[1]:.3e}, {case}"
+    # A handful of values may be lucky in torch's order of operations.
+    many = sum(slot.p.numel() for slot in tensors) >= 1000
+    assert errors[0] <= (1.05 if many else 4) * errors[1] + 2.0**-23, (
+        f"errors: ours {errors[0]:.3e}, torch's {errors[1]:.3e}, {case}"
+    )
     for slot, (_, m, v) in zip(tensors, exact, strict=True):
         for name, got, want in (("m", slot.m, m), ("v", slot.v, v)):
             worst = 64 * UNIT[torch.float32] * float(want.abs().max()) if want.numel() else 0.0
