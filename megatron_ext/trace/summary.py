@@ -102,7 +102,7 @@ def by_name(trace: Trace, work: Work) -> list[Named]:
         Named(trace.names[number // len(work.order)], work.order[number % len(work.order)], int(total), int(many))
         for number, total, many in zip(key.tolist(), took, count, strict=True)
     ]
-    return sorted(rows, key=lambda row: -row.total_ns)
+    return sorted(rows, key=lambda row: (-row.total_ns, row.name))
 
 
 def work_kinds(ranks: Sequence[RankSummary]) -> list[str]:
