@@ -45,10 +45,10 @@ def find_files(places: Sequence[Path]) -> list[Path]:
             raise UserError("there is no such trace", where=str(place), remedy=_TAKE_ONE)
         files = [place]
         if place.is_dir():
-            files = sorted(path for path in place.iterdir() if path.name.endswith(_SUFFIXES))
+            # A run directory has JSON files of its own beside the folder of the traces.
             inside = place / "torch_profile"
-            if not files and inside.is_dir():  # a run directory
-                files = find_files([inside])
+            folder = inside if inside.is_dir() else place
+            files = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES))
         if not files:
             raise UserError("the folder holds no trace", where=str(place), why="no .json or .json.gz in it",
                             remedy=_TAKE_ONE)  # fmt: skip

@@ -116,6 +116,7 @@ def test_missing_ranks_and_unmarked_steps_are_said(tmp_path, capsys):
 
 def test_the_table_and_the_json(tmp_path, capsys):
     made.two_ranks(tmp_path / "run" / "torch_profile")
+    (tmp_path / "run" / "run.json").write_text("{}")
     out = tmp_path / "new" / "trace.json"
     assert main(["trace", str(tmp_path / "run"), "--json", str(out)]) == 0  # the run directory finds its folder
     said = capsys.readouterr().out
