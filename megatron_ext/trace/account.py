@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ext.errors import UserError
 from megatron_ext.trace import host as calls
 from megatron_ext.trace import kinds
-from megatron_ext.trace.events import ANNOTATION, CPU_OP, KERNEL, Trace
+from megatron_ext.trace.events import CPU_OP, KERNEL, Trace, is_step_mark
 from megatron_ext.trace.intervals import Times, Union, between, measure, together, union, without
 
 GPU_IDLE = "idle"
@@ -168,8 +168,7 @@ def _host_pieces(trace: Trace) -> tuple[Times, Times, Times, Times]:
     pieces = calls.self_times(trace, host, calls.compute_threads(trace))
     kind = _kinds_of_calls(trace, host)
     marked = kind[pieces.event] >= 0
-    gloo = np.array([name.startswith("gloo:") for name in trace.names], bool)
-    moves = np.flatnonzero((trace.category == ANNOTATION) & gloo[trace.name]).astype(np.int64)
+    moves = np.flatnonzero(trace.by_gloo).astype(np.int64)
     return (
         np.concatenate((pieces.event[marked], moves)),
         np.concatenate((pieces.start[marked], trace.start[moves])),
@@ -184,7 +183,7 @@ def _kinds_of_calls(trace: Trace, host: calls.Host) -> Times:
     other = number[kinds.OTHER_OPERATORS]
     caller = [kinds.caller_kind(name) for name in trace.names]
     own = [kinds.operator_kind(name) for name in trace.names]
-    mark = [name.startswith("ProfilerStep#") for name in trace.names]
+    mark = [is_step_mark(name) for name in trace.names]
     kind = np.full(len(trace), -1, np.int64)
     inherits = np.zeros(len(trace), bool)
     for row in host.rows.tolist():

@@ -68,8 +68,7 @@ def transfers(trace: Trace, work: Work, kind: str) -> np.ndarray:
     events = np.unique(work.event[work.kind == work.order.index(kind)])
     if work.device:
         return events
-    gloo = np.array([name.startswith("gloo:") for name in trace.names], bool)
-    moved = events[gloo[trace.name[events]]]
+    moved = events[trace.by_gloo[events]]
     return moved if len(moved) else events
 
 

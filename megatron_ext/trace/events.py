@@ -21,6 +21,11 @@ CPU_OP, ANNOTATION, PYTHON, RUNTIME, DRIVER, KERNEL, MEMCPY, MEMSET = range(len(
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 
 
+def is_step_mark(name: str) -> bool:
+    """Return whether a name is the profiler's mark of a step, which stands around everything and says nothing."""
+    return _STEP.match(name) is not None
+
+
 @dataclass(frozen=True)
 class Message:
     """What the profiler recorded of a collective's call.
@@ -83,6 +88,12 @@ class Trace:
     def on_device(self) -> NDArray[np.bool_]:
         """[events] bool: kernels and copies."""
         return self.category >= KERNEL
+
+    @cached_property
+    def by_gloo(self) -> NDArray[np.bool_]:
+        """[events] bool: collectives that gloo's own threads ran on the CPU."""
+        gloo = np.array([name.startswith("gloo:") for name in self.names], bool)
+        return (self.category == ANNOTATION) & gloo[self.name]
 
     @property
     def has_device(self) -> bool:

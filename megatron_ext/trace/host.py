@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.trace.events import ANNOTATION, CPU_OP, DRIVER, PYTHON, RUNTIME, Trace
+from megatron_ext.trace.events import ANNOTATION, CPU_OP, DRIVER, PYTHON, RUNTIME, Trace, is_step_mark
 from megatron_ext.trace.intervals import Times
 
 # Calls in which the host waits for the GPU. The copies wait where the host's memory is pageable.
@@ -148,7 +148,7 @@ def place(trace: Trace, host: Host, event: int) -> str:
     """Return where a call comes from: the operators around it, and the frame of Python where frames were recorded."""
     around = host.around(event)
     operators = [trace.name_of(row) for row in around if trace.category[row] in (CPU_OP, ANNOTATION)]
-    operators = [name for name in operators if not name.startswith("ProfilerStep#")]
+    operators = [name for name in operators if not is_step_mark(name)]
     frame = next((trace.name_of(row) for row in around if trace.category[row] == PYTHON and _is_ours(trace, row)), "")
     # The innermost says what was done, the outermost for what.
     calls = " < ".join(dict.fromkeys([*operators[:1], *operators[-1:]]))
@@ -179,7 +179,7 @@ def busiest(trace: Trace, host: Host, thread: int | None, begin: int, end: int) 
     rows = host.rows[(trace.start[host.rows] < end) & (trace.end[host.rows] > begin)]
     if thread is not None:
         rows = rows[trace.thread[rows] == thread]
-    rows = rows[[not trace.name_of(row).startswith("ProfilerStep#") for row in rows.tolist()]]
+    rows = rows[[not is_step_mark(trace.name_of(row)) for row in rows.tolist()]]
     if not len(rows):
         return "Python, no call recorded"
     took = np.minimum(trace.end[rows], end) - np.maximum(trace.start[rows], begin)
@@ -207,7 +207,6 @@ def launches(trace: Trace) -> dict[int, int]:
 
 def compute_threads(trace: Trace) -> list[int]:
     """Return the threads that run operators; without those of gloo, which only move data."""
-    gloo = np.array([name.startswith("gloo:") for name in trace.names], bool)
-    movers = np.unique(trace.thread[(trace.category == ANNOTATION) & gloo[trace.name]])
+    movers = np.unique(trace.thread[trace.by_gloo])
     workers: NDArray[np.int32] = np.unique(trace.thread[trace.category == CPU_OP])
     return [int(thread) for thread in workers if thread not in movers]
