@@ -28,10 +28,12 @@ if DEVICE == "cpu":
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_ext.runtime import adam  # noqa: E402
+
+UNCLIPPED = 5  # the number of the step whose norm is below the clip
 
 
 class Net(torch.nn.Module):
@@ -69,7 +71,9 @@ class Run:
         bf16 = self.dtype == torch.bfloat16
         options = {"lr": 0.1, "clip_grad": 0.7, "weight_decay": 0.1, "use_distributed_optimizer": distributed}
         options |= {"adam_beta2": 0.95, "bf16": bf16, "params_dtype": self.dtype, **self.options}
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [self.model])
+        settings = OptimizerConfig(optimizer="adam", **options)
+        overrides = get_standard_config_overrides(settings)  # no weight decay for vectors: a group of their own
+        self.optimizer = get_megatron_optimizer(settings, [self.model], config_overrides=overrides)
         for part in self.optimizer.chained_optimizers:
             self._count(part.optimizer)
 
@@ -89,10 +93,12 @@ class Run:
         self.model.zero_grad_buffer()
         for name, weight in self.model.named_parameters():
             value = torch.randn(weight.shape, generator=made)
+            value *= 1e-4 if number == UNCLIPPED else 1
             value *= 0 if number == 3 and name.endswith("two") else 1  # an expert that got no token looks like this
             weight.main_grad.copy_(value)
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.02 / number
+        for index, group in enumerate(self.optimizer.param_groups):  # as Megatron's scheduler does
+            group["lr"] = 0.02 / number * (1 + index % 2)
+            group["weight_decay"] = 0.1 * group["wd_mult"]
         adam._chosen = "fused" if self.fused else "megatron"
         result: tuple[Any, ...] = self.optimizer.step()
         return result
@@ -135,16 +141,20 @@ def check_steps(dtype: torch.dtype, fp32_grads: bool) -> None:
     """Six steps alike, with upstream's step in the first alone and the gradients as they came."""
     where = f"{dtype}, gradients summed in {'fp32' if fp32_grads else 'the same'}"
     fused, plain = Run(True, dtype, fp32_grads), Run(False, dtype, fp32_grads)
+    decays = {group["wd_mult"] for group in plain.optimizer.param_groups}
+    assert decays == {0.0, 1.0}, "all groups are alike"
     for number in range(1, 7):
         before = [weight.main_grad for weight in fused.model.parameters()]
         ours, theirs = fused.step(number), plain.step(number)
         assert ours[0]
         assert theirs[0]
         assert abs(float(ours[1]) - float(theirs[1])) <= 1e-5 * float(theirs[1]), f"{where}: norms differ"
-        assert float(theirs[1]) > 0.7, "the clip does not bite"
+        assert (float(theirs[1]) > 0.7) == (number != UNCLIPPED), "the clip bites in other steps"
         assert fused.own_steps == fused.own(1), f"upstream's step ran in step {number}, {where}"
         scaled = any(not torch.equal(a, b) for a, b in zip(before, grads(plain), strict=True))
-        assert scaled == (number > 1 and fp32_grads), f"upstream scaled the gradients in step {number}, {where}"
+        assert scaled == (number not in (1, UNCLIPPED) and fp32_grads), (
+            f"upstream scaled the gradients in step {number}, {where}"
+        )
         assert_alike(fused, plain, f"step {number}, {where}")
         if DEVICE == "cuda":
             for part in fused.optimizer.chained_optimizers:
