@@ -61,7 +61,7 @@ def test_dense_upcycle_train_resume_report(dense: Path, tmp_path: Path) -> None:
     flags = (*MOE, "--moe-ext-preset", "hopper", "--moe-ext-run-dir", str(run), "--moe-ext-no-trackio")
     saving = ("--save", str(saved), "--save-interval", "6")
     first = _train(
-        *flags, *saving, "--train-iters", "6", "--load", str(dense / "checkpoints"), "--moe-use-upcycling"
+        *flags, *saving, "--train-iters", "10", "--exit-interval", "6", "--load", str(dense / "checkpoints"), "--moe-use-upcycling"
     )
     assert "[moe] added --moe-permute-fusion" in first
     second = _train(*flags, *saving, "--train-iters", "10", "--load", str(saved))
