@@ -3,8 +3,8 @@
 Upstream does three things one after the other: it scales every gradient by the clip coefficient, calls Transformer
 Engine's (or torch's) Adam, and copies each fp32 main parameter into its model parameter, tensor by tensor. Here the
 coefficient is kept, as the tensor on the GPU that upstream computed, and one kernel a parameter group
-(`megatron_ext.fused.adam_kernels`) does the rest. Patch gpu/adam calls `take_clip` and `step`; where they answer
-False upstream goes its own way, which is so for every run without `--moe-ext-adam fused`.
+(`megatron_ext.fused.adam_kernels`) does the rest. Patch gpu/adam calls `forget_clip`, `take_clip` and `step`; where the
+last two answer False upstream goes its own way, which is so for every run without `--moe-ext-adam fused`.
 
 The optimizer itself stays upstream's, and so do its state and its checkpoints: the same tensors under the same keys,
 the same count of steps. The first step after the start is upstream's too, since it makes that state. All addresses are
@@ -52,6 +52,17 @@ def configure(args: Namespace) -> None:
     """Take the flag, before the optimizer is built; under a stock entry script `MOE_EXT_ADAM` answers."""
     global _chosen
     _chosen = args.moe_ext_adam
+
+
+def forget_clip(optimizer: Any) -> None:
+    """Forget a coefficient whose step was skipped: new gradients are there.
+
+    Args:
+        optimizer: Megatron's, about to prepare its gradients.
+    """
+    fused = _steps.get(optimizer)
+    if fused is not None:
+        fused.clip = None
 
 
 def take_clip(parameters: Sequence[Tensor] | Tensor, coefficient: Tensor | float) -> bool:
@@ -185,8 +196,8 @@ class _FusedStep:
         from megatron_ext.fused.adam_kernels import Addresses
 
         self._optimizer = weakref.ref(optimizer)
-        # The coefficient, and a gradient that it is for: upstream makes new ones each step, and may skip a step.
-        self._clip: tuple[Tensor | float, Tensor] | None = None
+        # The coefficient for the coming step; that of a skipped step is forgotten (`forget_clip`).
+        self.clip: Tensor | float | None = None
         # Slots by their parameter group and the dtype of the model's parameters: what one launch takes.
         self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = {}
         mains = (optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups)
@@ -215,20 +226,15 @@ class _FusedStep:
     def take_clip(self, coefficient: Tensor | float) -> bool:
         """See the function `take_clip`."""
         optimizer = self._optimizer()
-        self._clip = None
+        self.clip = None
         if optimizer is None or optimizer.config.log_num_zeros_in_grad or not self._point(optimizer):
             return False
-        most = coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
-        self._clip = most, self._any_gradient()
+        self.clip = coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
         return True
-
-    def _any_gradient(self) -> Any:
-        return next(iter(self._slots.values()))[0].main.grad
 
     def step(self, optimizer: Any) -> bool:
         """See the function `step`."""
-        kept, self._clip = self._clip, None
-        clip = kept[0] if kept is not None and kept[1] is self._any_gradient() else None
+        clip, self.clip = self.clip, None
         if not self._point(optimizer):
             if clip is None:
                 return False

@@ -1,0 +1,134 @@
+"""Proof of grad-views and norm-members: what the optimizer asks about a thousand parameters, it asks once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.usefixtures("world")
+SHAPES = {"one": (7, 5), "vector": (9,), "expert": (4, 6), "tied": (3, 3)}
+
+
+class Net(torch.nn.Module):
+    """Weights without a forward pass: the gradients are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(5)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=made).bfloat16()
+            self.register_parameter(name, torch.nn.Parameter(value))
+        self.expert.allreduce = False  # Megatron's marks of an expert's weights, and of weights counted elsewhere
+        self.tied.shared = True
+
+
+class Training:
+    """Megatron's distributed optimizer over these weights."""
+
+    def __init__(self, *, fp32_grads: bool = True) -> None:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=fp32_grads)
+        config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, num_moe_experts=2)
+        self.model = DistributedDataParallel(config, ddp, Net())
+        options = OptimizerConfig(
+            optimizer="adam", lr=0.1, clip_grad=0.5, use_distributed_optimizer=True, bf16=True,
+            params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(options, [self.model])
+
+    def draw(self, seed: int) -> None:
+        """Give gradients drawn from the seed."""
+        self.optimizer.zero_grad()
+        made = torch.Generator().manual_seed(seed)
+        for parameter in self.model.module.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=made))
+
+    def step(self, seed: int) -> float:
+        """Take a step with them; return the norm that was logged."""
+        self.draw(seed)
+        succeeded, norm, _ = self.optimizer.step()
+        assert succeeded
+        return float(norm)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights."""
+        return {name: value.detach().clone() for name, value in self.model.module.named_parameters()}
+
+    def forget(self) -> None:
+        """Throw away what is kept, so that the next step asks anew, as upstream does at every step."""
+        for part in self.optimizer.chained_optimizers:
+            part.main_grad_views.clear()
+            vars(part).get("norm_members", {}).clear()
+
+
+def right_norm(seed: int) -> float:
+    """The norm over all gradients but those counted elsewhere, of what `Training.step` draws."""
+    made = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()}
+    return sum(value.double().square().sum().item() for name, value in drawn.items() if name != "tied") ** 0.5
+
+
+def test_a_step_cuts_no_gradient_that_it_has_cut_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Training()
+    cut: Counter[str] = Counter()
+    for part in trained.optimizer.chained_optimizers:
+        real = part._get_model_param_range_map
+
+        def counted(parameter: Any, real: Any = real) -> Any:
+            cut["gradients"] += 1
+            return real(parameter)
+
+        monkeypatch.setattr(part, "_get_model_param_range_map", counted)
+    seen = []
+    for seed in range(3):
+        trained.draw(seed)
+        cut.clear()
+        trained.optimizer.prepare_grads()
+        seen.append(cut["gradients"])
+    assert seen == [len(SHAPES), 0, 0]
+
+
+def test_who_counts_in_the_norm_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Training()
+    asked: Counter[str] = Counter()
+    real = megatron_optimizer.param_is_not_shared
+
+    def counted(parameter: Any) -> bool:
+        asked["parameters"] += 1
+        return bool(real(parameter))
+
+    monkeypatch.setattr(megatron_optimizer, "param_is_not_shared", counted)
+    seen = []
+    for seed in range(3):
+        asked.clear()
+        assert trained.step(seed) == pytest.approx(right_norm(seed), rel=1e-6)
+        seen.append(asked["parameters"])
+    assert seen == [len(SHAPES), 0, 0]
+
+
+@pytest.mark.parametrize("fp32_grads", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+def test_the_steps_are_those_of_an_optimizer_that_keeps_nothing(fp32_grads: bool) -> None:
+    keeps, forgets = Training(fp32_grads=fp32_grads), Training(fp32_grads=fp32_grads)
+    for seed in range(4):
+        forgets.forget()
+        assert keeps.step(seed) == forgets.step(seed)
+        for name, value in keeps.weights().items():
+            assert torch.equal(value, forgets.weights()[name]), name
+
+
+def test_a_gradient_that_moved_is_cut_anew() -> None:
+    moved, stays = Training(), Training()
+    for trained in (moved, stays):
+        trained.step(0)
+    for parameter in moved.model.module.parameters():
+        parameter.main_grad = torch.empty_like(parameter.main_grad)
+    for seed in range(1, 3):
+        assert moved.step(seed) == stays.step(seed)
+        for name, value in moved.weights().items():
+            assert torch.equal(value, stays.weights()[name]), name
