@@ -31,12 +31,14 @@ trap 'rm -rf "$work"' EXIT
 get() { "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
   --platform manylinux2014_x86_64 --platform any -d "$@"; }
+# Of our own lock, what that machine lacks: tables, the report, fast JSON.
+locked() { for name in "$@"; do grep -hoE "^$name==[^ ;]+" "$root"/tools/requirements/*.txt | head -n 1; done; }
 if [ ! -f "$out/site.tar.xz" ]; then
+  mapfile -t own < <(locked orjson rich markdown-it-py mdurl pygments bokeh narwhals pillow tornado xyzservices)
   mkdir "$work/wheels"
   get "$work/wheels" "transformer-engine==$version" "transformer-engine-cu13==$version" omegaconf==2.4.0 \
     pydantic==2.12.4 pydantic-core==2.41.5 annotated-types==0.8.0 typing-inspection==0.4.5 importlib-metadata==10.2.0 \
-    nvdlfw-inspect==0.2.2 emerging-optimizers==0.3.0 einops==0.8.2 orjson==3.11.4 \
-    rich==15.0.0 markdown-it-py==4.3.0 mdurl==0.1.2 pygments==2.21.0
+    nvdlfw-inspect==0.2.2 emerging-optimizers==0.3.0 einops==0.8.2 "${own[@]}"
   "$python" -m pip wheel -q --no-deps -w "$work/wheels" antlr4-python3-runtime==4.9.3 # only an sdist: pure Python
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$work"/wheels/*.whl "$te"
   rm -rf "$work/site/transformer_engine/jax" "$work/site/bin"

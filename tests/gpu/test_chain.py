@@ -12,6 +12,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,10 @@ MOE = (
 ).split()
 
 
+# Together with the preset's fused norm, recompute of the norm once read freed memory (core/recompute-residual).
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
+
+
 def _train(*flags: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "megatron_ext.cli", "train", "--device", "cuda", "--", *MODEL, *flags]
@@ -47,16 +54,45 @@ def _losses(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", log)]
 
 
+@dataclass(frozen=True)
+class Trainings:
+    """What needs nothing before it, started all at once: a start takes half a minute, and the models are small."""
+
+    folder: Path
+    dense: Future[str]
+    plain: Future[str]
+    preset: Future[str]
+    selective: Future[str]
+
+
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("dense")
-    run = ("--moe-ext-run-dir", str(folder / "run"), "--moe-ext-no-trackio")
-    log = _train("--train-iters", "6", "--save", str(folder / "checkpoints"), "--save-interval", "6", *run)
-    assert len(_losses(log)) == 6
-    return folder
+    dense = ("--train-iters", "6", "--save", str(folder / "checkpoints"), "--save-interval", "6")
+    eight = (*MOE, "--train-iters", "8")
+    preset = (*eight, "--moe-ext-preset", "hopper")
+    with ThreadPoolExecutor() as pool:
+        yield Trainings(
+            folder,
+            pool.submit(_train, *dense, "--moe-ext-run-dir", str(folder / "run"), "--moe-ext-no-trackio"),
+            pool.submit(_train, *eight, "--no-gradient-accumulation-fusion"),
+            pool.submit(_train, *preset),
+            pool.submit(_train, *preset, *SELECTIVE),
+        )
 
 
-def test_dense_upcycle_train_resume_report(dense: Path, tmp_path: Path) -> None:
+def test_preset_trains_as_plain_flags_do(trainings: Trainings) -> None:
+    plain = _losses(trainings.plain.result())
+    assert len(plain) == 8
+    for training in (trainings.preset, trainings.selective):
+        losses = _losses(training.result())
+        assert len(losses) == 8
+        assert losses == pytest.approx(plain, rel=5e-3)
+
+
+def test_dense_upcycle_train_resume_report(trainings: Trainings, tmp_path: Path) -> None:
+    assert len(_losses(trainings.dense.result())) == 6
+    dense = trainings.folder
     run, saved = tmp_path / "moe", tmp_path / "moe" / "checkpoints"
     flags = (*MOE, "--moe-ext-preset", "hopper", "--moe-ext-run-dir", str(run), "--moe-ext-no-trackio")
     saving = ("--save", str(saved), "--save-interval", "6")
@@ -82,15 +118,3 @@ def test_dense_upcycle_train_resume_report(dense: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "-o", str(page)], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert page.stat().st_size > 10_000
-
-
-def test_preset_trains_as_plain_flags_do() -> None:
-    plain = _losses(_train(*MOE, "--train-iters", "8", "--no-gradient-accumulation-fusion"))
-    fast = (*MOE, "--train-iters", "8", "--moe-ext-preset", "hopper")
-    # Together with the preset's fused norm, recompute of the norm once read freed memory (core/recompute-residual).
-    selective = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
-    assert len(plain) == 8
-    for flags in (fast, (*fast, *selective)):
-        losses = _losses(_train(*flags))
-        assert len(losses) == 8
-        assert losses == pytest.approx(plain, rel=5e-3)
