@@ -41,6 +41,17 @@ MEASURED = {
     "16 layers, EP 2, full": (handbook(16, 8, **EP2, **FULL), 102858),
     "16 layers, EP 2, selective": (handbook(16, 4, **EP2, recompute=SELECTIVE, cross_entropy="native"), 102613),
     "16 layers, EP 2, none": (handbook(16, 2, **EP2, cross_entropy="native"), 84014),
+    # What the formula was not made with: preset hopper on one H200, two micro-batches of mock data a step, and two
+    # starts of the whole model on two, 2026-11-30 (benchmarks/memory_runs.py, benchmarks/two_gpus.sh).
+    "4 layers": (handbook(4, 8), 55563),
+    "4 layers, sequence 2,048": (replace(handbook(4, 8), sequence=2048), 44549),
+    "4 layers, selective": (handbook(4, 8, recompute=SELECTIVE), 53002),
+    "4 layers, micro-batch 4": (handbook(4, 4), 44550),
+    "4 layers, full": (handbook(4, 8, recompute="full"), 42549),
+    "4 layers, dense, micro-batch 4, full": (handbook(4, 4, moe=False, recompute="full"), 13784),
+    "8 layers, micro-batch 4": (handbook(8, 4), 79673),
+    "16 layers, dense, two ranks, preset": (handbook(16, 8, moe=False, ranks=2), 60510),
+    "16 layers, EP 2, full, again": (handbook(16, 8, **EP2, **FULL), 102990),
 }
 
 
