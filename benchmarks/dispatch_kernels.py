@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,8 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.dispatch import kernels, routing
+from megatron_ext.dispatch import kernels, routing, rows
 from megatron_ext.dispatch.layout import Layout
+from megatron_ext.dispatch.switch import KERNELS_VARIABLE
 from megatron_ext.dispatch.wire import RowFormat
 
 GOAL = 0.70
@@ -123,14 +125,14 @@ def cases(spread: kernels.Tile, total: kernels.Tile) -> list[Case]:
     form = RowFormat(hidden, top_k, x.dtype, torch.float32, experts)
     packed = torch.zeros(2 * tokens, form.row_bytes, dtype=torch.uint8, device="cuda")
     received = make_ids(2 * tokens, experts, top_k)
-    rows = form.hidden_view(packed)
-    to_experts = routing.expert_slots(received, ep2.num_local_experts)
+    hidden_rows = form.hidden_view(packed)
+    to_experts = routing.expert_slots(received, ep2.num_local_experts).slots
     to_ranks = routing.assign_slots(ids, routing.all_ranks(ep2)).slots
     node = Layout(16, 0, 4, 8)
     in_node = routing.assign_slots(received, routing.node_ranks(node)).slots
     return [
         spread_case("spread: tokens to 2 ranks", x, to_ranks, spread),
-        spread_case("spread: packed rows to experts", rows, to_experts, spread),
+        spread_case("spread: packed rows to experts", hidden_rows, to_experts, spread),
         spread_case("spread: packed rows in a node of 8", packed, in_node, spread),
         sum_case("sum: experts to rows", to_experts, hidden, total),
         sum_case("sum: 2 ranks to tokens", to_ranks, hidden, total),
@@ -153,14 +155,44 @@ def measure(case: Case) -> Row:
 
 
 def routing_ms() -> dict[str, float]:
-    """The index arithmetic of a layer: slot tables and counts, in ms."""
+    """The routing arithmetic of a layer, from the routing map to the experts' order: ms by kernels, and by torch."""
     layout = Layout(2, 0, 32, 1)
-    ids, received = make_ids(32768, 64, 8), make_ids(65536, 64, 8)
-    return {
-        "count vector": time_ms(lambda: routing.count_vector(ids, layout)),
-        "slots of ranks": time_ms(lambda: routing.assign_slots(ids, routing.all_ranks(layout))),
-        "slots of experts": time_ms(lambda: routing.expert_slots(received, 32)),
+    tokens, experts, top_k = 32768, 64, 8
+    ids, received = make_ids(tokens, experts, top_k), make_ids(2 * tokens, experts, top_k)
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda").scatter_(1, ids, True)
+    probs = torch.rand(tokens, experts, device="cuda")
+    weights = probs.gather(1, ids)
+    twice = weights.repeat(2, 1)
+    form = RowFormat(2048, top_k, torch.bfloat16, torch.float32, experts)
+    packed = torch.zeros(2 * tokens, form.row_bytes, dtype=torch.uint8, device="cuda")
+    slots = routing.expert_slots(received, 32).slots
+    flat = torch.zeros(int((slots >= 0).sum()), device="cuda")
+    steps: dict[str, Callable[[], object]] = {
+        "choices": lambda: routing.choose(chosen, probs, top_k),
+        "gradient of the choices": lambda: routing.choose_grad(ids, weights, experts),
+        "count vector": lambda: routing.count_vector(ids, layout),
+        "slots of ranks": lambda: routing.assign_slots(ids, routing.all_ranks(layout)),
+        "fixed slots": lambda: routing.fixed_slots(ids, routing.all_ranks(layout), tokens),
+        "pack": lambda: form.write_meta(weights, ids, form.meta_view(packed[:tokens])),
+        "unpack": lambda: form.unpack_meta(packed, 32),
+        "slots of experts": lambda: routing.expert_slots(received, 32),
+        "weights to experts": lambda: rows.spread_weights(twice, slots, flat),
+        "weights from experts": lambda: rows.gather_weights(flat, slots),
     }
+    return {name: time_ms(step) for name, step in steps.items()} | {
+        f"{name} (torch)": _by_torch(step) for name, step in steps.items()
+    }
+
+
+def _by_torch(step: Callable[[], object]) -> float:
+    kept = os.environ.get(KERNELS_VARIABLE)
+    os.environ[KERNELS_VARIABLE] = "torch"
+    try:
+        return time_ms(step)
+    finally:
+        os.environ.pop(KERNELS_VARIABLE)
+        if kept is not None:
+            os.environ[KERNELS_VARIABLE] = kept
 
 
 def tune(blocks: list[int]) -> tuple[list[dict[str, object]], kernels.Tile, kernels.Tile]:
@@ -210,7 +242,7 @@ def main() -> int:
         )
     record["rows"] = [asdict(row) for row in rows]
     record["routing_ms"] = routing_ms()
-    print("index arithmetic, ms:", {name: round(ms, 3) for name, ms in routing_ms().items()})
+    print("index arithmetic, ms:", {name: round(ms, 3) for name, ms in record["routing_ms"].items()})
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

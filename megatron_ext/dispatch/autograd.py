@@ -1,8 +1,9 @@
 """Autograd over `engine.py`: the backward of dispatch is combine, the backward of combine is dispatch
 along the kept handle.
 
-Four differentiable steps, in the order of a layer:
+Five differentiable steps, in the order of a layer:
 
+    choose        probabilities [T, E]           ->  ids [T, K], weights [T, K]           (local)
     dispatch      tokens [T, H], weights [T, K]  ->  rows [M, H], weights [M, K]          (communication)
     to_experts    rows, weights                  ->  expert rows [R, H], weights [R]      (local)
     from_experts  expert rows [R, H]             ->  partial sums [M, H]                  (local)
@@ -21,13 +22,31 @@ from torch import Tensor
 
 from megatron_ext.dispatch import routing
 from megatron_ext.dispatch.engine import Engine, Handle
-from megatron_ext.dispatch.rows import spread_rows, sum_rows
+from megatron_ext.dispatch.rows import gather_weights, spread_rows, spread_weights, sum_rows
 
 
 class _Box:
     """Carries a handle out of a forward that may only return tensors."""
 
     handle: Handle
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        ids, weights = routing.choose(routing_map, probs, top_k)
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(ids)
+        ctx.set_materialize_grads(False)  # no zeros for the ids
+        ctx.num_experts = probs.shape[1]
+        return ids, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: None, grad_weights: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_weights is None:
+            return None, None, None
+        (ids,) = ctx.saved_tensors
+        return routing.choose_grad(ids, grad_weights, ctx.num_experts), None, None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -66,13 +85,11 @@ class _ToExperts(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.slots = slots
         # Gap rows belong to no token: zeros, so that the experts make zeros of them.
-        make = rows.new_zeros if gaps else rows.new_empty
-        out = make(total, rows.shape[1])
+        out = (rows.new_zeros if gaps else rows.new_empty)(total, rows.shape[1])
+        flat = (weights.new_zeros if gaps else weights.new_empty)(total)
         spread_rows(rows, slots, out)
-        # One more place catches the choices of other ranks.
-        places = torch.where(slots >= 0, slots, total).long().reshape(-1)
-        flat = weights.new_zeros(total + 1).scatter_(0, places, weights.reshape(-1))
-        return out, flat[:total]
+        spread_weights(weights, slots, flat)
+        return out, flat
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_flat: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,9 +100,7 @@ class _ToExperts(torch.autograd.Function):
             grad_rows = grad_out.new_empty(len(slots), grad_out.shape[1])
             sum_rows(slots, grad_out, None, grad_rows)
         if ctx.needs_input_grad[1]:
-            # A zero behind the end answers for the choices of other ranks.
-            padded = torch.nn.functional.pad(grad_flat, (0, 1))
-            grad_weights = padded[torch.where(slots >= 0, slots, len(grad_flat)).long()]
+            grad_weights = gather_weights(grad_flat, slots)
         return grad_rows, grad_weights, None, None, None
 
 
@@ -107,6 +122,12 @@ class _FromExperts(torch.autograd.Function):
         return out, None, None
 
 
+def choose(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Turn a routing map into choices, the weights differentiable. See `routing.choose`."""
+    ids, weights = _Choose.apply(probs, routing_map, top_k)
+    return ids, weights
+
+
 def dispatch(engine: Engine, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
     """Bring tokens to the ranks of their experts, differentiably. See `Engine.dispatch`."""
     box = _Box()
@@ -120,7 +141,7 @@ def combine(engine: Engine, rows: Tensor, handle: Handle) -> Tensor:
 
 
 def to_experts(
-    rows: Tensor, weights: Tensor, handle: Handle, *, align: int = 0
+    rows: Tensor, weights: Tensor, handle: Handle, *, align: int = 0, counts_on_device: bool = False
 ) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
     """Lay received rows out for the experts: by expert, then by received row.
 
@@ -129,20 +150,24 @@ def to_experts(
         weights: [M, K] from `dispatch`.
         handle: The dispatch's handle.
         align: Pad every expert's rows to a multiple of this with zero rows of weight zero (0: none).
+        counts_on_device: As in `order_rows`.
 
     Returns:
         Expert rows [R, H], their weights [R], the order, and the rows of each local expert [L] int64 on
-        the CPU, padding included.
+        the CPU, padding included; or on the rows' device.
     """
-    layout = handle.layout
-    # Local numbers: this rank's experts from 0, others' below or beyond, which `order_rows` leaves out.
-    ids = handle.ids - layout.rank * layout.num_local_experts
     counts = torch.from_numpy(handle.counts.wait().tokens_per_local_expert())
-    return order_rows(rows, weights, ids, counts, align=align)
+    return order_rows(rows, weights, handle.ids, counts, align=align, counts_on_device=counts_on_device)
 
 
 def order_rows(
-    rows: Tensor, weights: Tensor, local_ids: Tensor, counts: Tensor, *, align: int = 0
+    rows: Tensor,
+    weights: Tensor,
+    local_ids: Tensor,
+    counts: Tensor,
+    *,
+    align: int = 0,
+    counts_on_device: bool = False,
 ) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
     """Lay rows out for the experts. See `to_experts`.
 
@@ -152,13 +177,15 @@ def order_rows(
         local_ids: [M, K] int64; numbers outside of 0..L-1 are other ranks' experts.
         counts: [L] int64 on the CPU, rows of each local expert.
         align: As in `to_experts`.
+        counts_on_device: Return the rows of each expert as counted on the rows' device: experts that read them there
+            wait for no copy.
     """
     if align > 1:
         counts = (counts + align - 1) // align * align
-    slots = routing.expert_slots(local_ids, len(counts), align=align)
-    order = routing.ExpertOrder(slots, int(counts.sum()))
+    table = routing.expert_slots(local_ids, len(counts), align=align)
+    order = routing.ExpertOrder(table.slots, sum(counts.tolist()))
     out, flat = _ToExperts.apply(rows, weights, order.slots, order.rows, align > 1)
-    return out, flat, order, counts
+    return out, flat, order, table.counts if counts_on_device else counts
 
 
 def from_experts(expert_rows: Tensor, order: routing.ExpertOrder, *, gaps: bool = False) -> Tensor:

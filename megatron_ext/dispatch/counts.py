@@ -88,21 +88,18 @@ class Counts:
         layout, matrix = self.layout, self.matrix
         if not np.array_equal(matrix[layout.rank], own):
             raise self._wrong("this rank's own counts came back changed", layout.rank)
-        for rank, row in enumerate(matrix):
-            if row[:-1].sum() != row[-1] or (row < 0).any():
-                raise self._wrong("a rank's counts do not add up to their check sum", rank)
+        bad = (matrix[:, :-1].sum(axis=1) != matrix[:, -1]) | (matrix < 0).any(axis=1)
+        if bad.any():
+            raise self._wrong("a rank's counts do not add up to their check sum", int(bad.argmax()))
         top = self.tokens[:, None]
         bad = (self.rows_to_rank > top).any(axis=1) | (self.rows_to_node > top).any(axis=1)
         if bad.any():
-            raise self._wrong(
-                "a rank counts more rows for a destination than it has tokens", int(bad.argmax())
-            )
+            raise self._wrong("a rank counts more rows for a destination than it has tokens", int(bad.argmax()))
 
     def _wrong(self, why: str, rank: int) -> DispatchError:
         return DispatchError(
             "the ranks do not agree on the split sizes of a dispatch",
-            where=f"counts of rank {rank}, seen by rank {self.layout.rank}: "
-            f"{self.matrix[rank].tolist()[:12]}...",
+            where=f"counts of rank {rank}, seen by rank {self.layout.rank}: {self.matrix[rank].tolist()[:12]}...",
             why=why,
             remedy="check that all ranks run the same code and flags; if they do, suspect the network or "
             "a GPU (megatron-moe preflight)",

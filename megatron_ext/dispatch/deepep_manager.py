@@ -78,7 +78,12 @@ class DeepEPManager(FlexManager):
         assert self.dispatched_probs is not None
         counts = torch.tensor(self._received.tokens_per_expert, dtype=torch.int64)
         rows, weights, self._order, self.tokens_per_expert = order_rows(
-            hidden_states, self.dispatched_probs, self._received.ids, counts, align=self._align
+            hidden_states,
+            self.dispatched_probs,
+            self._received.ids,
+            counts,
+            align=self._align,
+            counts_on_device=self._counts_on_device,
         )
         return rows, weights
 

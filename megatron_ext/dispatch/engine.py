@@ -22,7 +22,7 @@ from megatron_ext.dispatch import routing
 from megatron_ext.dispatch.errors import DispatchError
 from megatron_ext.dispatch.formula import use_static
 from megatron_ext.dispatch.layout import Layout
-from megatron_ext.dispatch.rows import spread_rows, sum_rows
+from megatron_ext.dispatch.rows import copy_rows, spread_rows, sum_rows
 from megatron_ext.dispatch.transport import Exchange, Groups, PendingCounts, start_counts
 from megatron_ext.dispatch.wire import RowFormat
 
@@ -55,7 +55,7 @@ class Handle:
         layout: The group.
         tokens: T.
         hops: In the order of the way out.
-        ids: [M, K] int64 of the received rows.
+        ids: [M, K] int64 of the received rows, counted from this rank's first expert: others' lie below 0 or beyond.
         counts: All ranks' counts, perhaps still on their way.
         row_bytes: Bytes of a packed row, for the counters.
     """
@@ -109,7 +109,7 @@ class Engine:
             handle.
         """
         form = RowFormat(x.shape[1], ids.shape[1], x.dtype, weights.dtype, self.layout.num_experts)
-        counts = start_counts(routing.count_vector(ids, self.layout), self.layout, self.groups.world)
+        counts = self._start_counts(ids)
         # Before the wait for the counts, so that the GPU has this to do meanwhile and nothing but rows after it.
         meta = None if self.is_static(ids.shape[1]) else form.pack_meta(weights, ids)
         hop, near_from = self._first_hop(ids, counts)
@@ -129,9 +129,15 @@ class Engine:
             second = self._second_hop(form.unpack_meta(packed)[1], counts)
             packed = _carry(second, packed)
             hops.append(second)
-        row_weights, row_ids = form.unpack_meta(packed)
+        row_weights, row_ids = form.unpack_meta(packed, self.layout.rank * self.layout.num_local_experts)
         handle = Handle(self.layout, len(x), tuple(hops), row_ids, counts, form.row_bytes)
         return form.hidden_view(packed), row_weights, handle
+
+    def _start_counts(self, ids: Tensor) -> PendingCounts:
+        layout = self.layout
+        gathered = ids.new_zeros(layout.world + 1, routing.count_size(layout), dtype=torch.int32)
+        routing.count_into(ids, layout, gathered[-1])
+        return start_counts(gathered, layout, self.groups.world)
 
     def _first_hop(self, ids: Tensor, counts: PendingCounts) -> tuple[Hop, int]:
         layout = self.layout
@@ -202,10 +208,10 @@ def _hop(
 def _fill(form: RowFormat, x: Tensor, weights: Tensor, ids: Tensor, near: Tensor) -> None:
     """The static form: write all tokens to `near`, the rows behind them as empty ones."""
     tokens, empty = len(x), len(near) - len(x)
-    form.hidden_view(near)[:tokens] = x
-    form.hidden_view(near)[tokens:] = 0
-    pad = torch.nn.functional.pad
-    form.meta_view(near)[:] = form.pack_meta(pad(weights, (0, 0, 0, empty)), pad(ids, (0, 0, 0, empty), value=-1))
+    copy_rows(x, form.hidden_view(near)[:tokens])
+    if empty:
+        form.hidden_view(near)[tokens:] = 0
+    form.write_meta(weights, ids, form.meta_view(near))
 
 
 def _carry(hop: Hop, rows: Tensor) -> Tensor:
@@ -215,7 +221,8 @@ def _carry(hop: Hop, rows: Tensor) -> Tensor:
     near = out[exchange.rows_in :]
     if exchange.fixed:
         near[: len(rows)] = rows
-        near[len(rows) :] = 0
+        if len(near) > len(rows):
+            near[len(rows) :] = 0
         exchange.share(near, out[: exchange.rows_in])
         return out
     send = rows.new_empty(exchange.rows_out, rows.shape[1])

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.dispatch.autograd import from_experts
+from megatron_ext.dispatch.autograd import choose, from_experts
 from megatron_ext.dispatch.errors import DispatchError
-from megatron_ext.dispatch.routing import ExpertOrder, map_to_ids
+from megatron_ext.dispatch.routing import ExpertOrder
 
 
 class FlexManager:
@@ -32,6 +32,7 @@ class FlexManager:
     def __init__(self, dispatcher: Any) -> None:
         config = dispatcher.config
         refuse(config)
+        self._dispatcher = dispatcher
         self._top_k = dispatcher.tp_size * config.moe_router_topk
         self._align = align_of(config)
         self.layer_number = -1
@@ -50,11 +51,15 @@ class FlexManager:
             probs: [T, W, L], the weights.
         """
         tokens = routing_map.shape[0]
-        self._ids = map_to_ids(routing_map.reshape(tokens, -1), self._top_k)
-        self.token_probs = probs.reshape(tokens, -1).gather(1, self._ids.clamp(min=0))
+        self._ids, self.token_probs = choose(routing_map.reshape(tokens, -1), probs.reshape(tokens, -1), self._top_k)
+
+    @property
+    def _counts_on_device(self) -> bool:
+        """Whether the experts read their counts on the device; the layer says so once it has built both."""
+        return bool(getattr(self._dispatcher, "counts_on_device", False))
 
     def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """Rows of each local expert, [L] int64 on the CPU."""
+        """Rows of each local expert, [L] int64 on the CPU, or on the device for experts that read them there."""
         return self.tokens_per_expert
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:

@@ -64,9 +64,12 @@ class RowManager(FlexManager):
         assert self.dispatched_probs is not None
         _used_here(self._handle)
         rows, weights, self._order, self.tokens_per_expert = to_experts(
-            hidden_states, self.dispatched_probs, self._handle, align=self._align
+            hidden_states,
+            self.dispatched_probs,
+            self._handle,
+            align=self._align,
+            counts_on_device=self._counts_on_device,
         )
-        self._count(self._handle)
         return rows, weights
 
     def combine(
@@ -75,6 +78,8 @@ class RowManager(FlexManager):
         """Bring partial sums home: [M, H] to [T, H]."""
         assert self._handle is not None, "dispatch comes first"
         handle, self._handle, self._order, self.dispatched_probs = self._handle, None, None, None
+        # Here rather than before the experts: the device has their work to do meanwhile.
+        self._count(handle)
         return combine(self._engine, hidden_states, handle)
 
     def _count(self, handle: Handle) -> None:

@@ -29,11 +29,45 @@ class SlotTable:
     Args:
         slots: [T, K] int32, the output row of each copy, -1 for none. Rows are ordered by destination (the
             `last` one at the end), then by t.
-        ends: [D] int32, the running number of rows up to and including each destination, in output order.
+        counts: [D] int64, the rows of each destination, in output order.
     """
 
     slots: Tensor
-    ends: Tensor
+    counts: Tensor
+
+
+def choose(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts of each token (see `map_to_ids`) and their weights [T, K], 0 for an empty choice.
+
+    Args:
+        routing_map: [T, E] bool.
+        probs: [T, E] floating, the weight of each expert.
+        top_k: K.
+    """
+    if use_kernels(probs):
+        from megatron_ext.dispatch import choice_kernels
+
+        return choice_kernels.choose(routing_map, probs, top_k)
+    ids = map_to_ids(routing_map, top_k)
+    return ids, probs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
+
+
+def choose_grad(ids: Tensor, grad_weights: Tensor, num_experts: int) -> Tensor:
+    """The gradient of the probabilities that `choose` took: [T, E], 0 where an expert was not chosen.
+
+    Args:
+        ids: [T, K] int64 from `choose`.
+        grad_weights: [T, K], the gradient of the weights.
+        num_experts: E.
+    """
+    if use_kernels(grad_weights):
+        from megatron_ext.dispatch import choice_kernels
+
+        return choice_kernels.choose_grad(ids, grad_weights, num_experts)
+    # One more column catches the empty choices.
+    places = torch.where(ids < 0, num_experts, ids)
+    grad_probs = grad_weights.new_zeros(len(ids), num_experts + 1).scatter_(1, places, grad_weights)
+    return grad_probs[:, :num_experts]
 
 
 def map_to_ids(routing_map: Tensor, top_k: int) -> Tensor:
@@ -129,7 +163,7 @@ def assign_slots(ids: Tensor, to: Destinations) -> SlotTable:
     """
     tokens, top_k = ids.shape
     if tokens == 0:
-        return SlotTable(ids.int(), torch.zeros(to.number, dtype=torch.int32, device=ids.device))
+        return SlotTable(ids.int(), torch.zeros(to.number, dtype=torch.int64, device=ids.device))
     # One mark a (destination, row), destination-major: a running sum over the marks numbers the rows.
     marks = torch.zeros(to.number * tokens + 1, dtype=torch.int32, device=ids.device)
     if use_kernels(ids):
@@ -137,14 +171,14 @@ def assign_slots(ids: Tensor, to: Destinations) -> SlotTable:
 
         routing_kernels.mark(ids, to, marks)
         running = marks.cumsum(0, dtype=torch.int32)
-        slots = routing_kernels.look_up(ids, to, running)
-    else:
-        flat = _flat(ids, to)
-        marks.scatter_(0, flat.reshape(-1), 1)
-        marks[-1] = 0  # the place of empty choices
-        running = marks.cumsum(0, dtype=torch.int32)
-        slots = torch.where(flat < len(marks) - 1, running[flat] - 1, -1).int()
-    return SlotTable(slots.view(tokens, top_k), running[tokens - 1 : -1 : tokens].contiguous())
+        return SlotTable(*routing_kernels.look_up(ids, to, running))
+    flat = _flat(ids, to)
+    marks.scatter_(0, flat.reshape(-1), 1)
+    marks[-1] = 0  # the place of empty choices
+    running = marks.cumsum(0, dtype=torch.int32)
+    slots = torch.where(flat < len(marks) - 1, running[flat] - 1, -1).int()
+    ends = running[tokens - 1 : -1 : tokens].long()
+    return SlotTable(slots.view(tokens, top_k), ends.diff(prepend=ends.new_zeros(1)))
 
 
 def _flat(ids: Tensor, to: Destinations) -> Tensor:
@@ -162,6 +196,10 @@ def own_last(dest: Tensor, to: Destinations) -> Tensor:
 
 def fixed_slots(ids: Tensor, to: Destinations, capacity: int) -> Tensor:
     """Slots where every destination has a block of `capacity` rows: block times capacity plus t, [T, K] int32."""
+    if use_kernels(ids):
+        from megatron_ext.dispatch import routing_kernels
+
+        return routing_kernels.fixed_slots(ids, to, capacity)
     dest = first_of_run(to.of(ids))
     rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     return torch.where(dest >= 0, own_last(dest, to) * capacity + rows, -1).int()
@@ -173,26 +211,36 @@ def count_vector(ids: Tensor, layout: Layout) -> Tensor:
     The tokens here; rows for each rank and for each node (each token once); choices of each expert; and the sum of all
     these as a check. See `counts.Counts`.
     """
-    size = 1 + layout.world + layout.num_nodes + layout.num_experts
-    counted = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
+    counted = ids.new_zeros(count_size(layout), dtype=torch.int32)
+    count_into(ids, layout, counted)
+    return counted
+
+
+def count_size(layout: Layout) -> int:
+    """Numbers in a count vector."""
+    return 1 + layout.world + layout.num_nodes + layout.num_experts + 1
+
+
+def count_into(ids: Tensor, layout: Layout, counted: Tensor) -> None:
+    """Write `count_vector` to `counted`, which must be zero."""
     if use_kernels(ids):
         from megatron_ext.dispatch import routing_kernels
 
         routing_kernels.count(ids, layout, counted)
-    else:
-        bins, start = [], 1
-        for dest, number in (
-            (first_of_run(all_ranks(layout).of(ids)), layout.world),
-            (first_of_run(all_nodes(layout).of(ids)), layout.num_nodes),
-            (ids, layout.num_experts),
-        ):
-            bins.append(torch.where(dest >= 0, dest + start, size))
-            start += number
-        flat = torch.cat(bins).reshape(-1)
-        counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        return
+    size = len(counted) - 1
+    bins, start = [], 1
+    for dest, number in (
+        (first_of_run(all_ranks(layout).of(ids)), layout.world),
+        (first_of_run(all_nodes(layout).of(ids)), layout.num_nodes),
+        (ids, layout.num_experts),
+    ):
+        bins.append(torch.where(dest >= 0, dest + start, size))
+        start += number
+    flat = torch.cat(bins).reshape(-1)
+    counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     counted[:1] = ids.shape[0]
     counted[-1:] = counted[:-1].sum(dtype=torch.int32)
-    return counted
 
 
 @dataclass(frozen=True)
@@ -208,8 +256,8 @@ class ExpertOrder:
     rows: int
 
 
-def expert_slots(local_ids: Tensor, num_local_experts: int, *, align: int = 0) -> Tensor:
-    """Slots of received rows in expert order: by local expert, then by received row. [M, K] int32.
+def expert_slots(local_ids: Tensor, num_local_experts: int, *, align: int = 0) -> SlotTable:
+    """Slots of received rows in expert order, by local expert, then by received row; counts with the gaps.
 
     Args:
         local_ids: [M, K] int64 of the received rows, this rank's experts from 0.
@@ -219,8 +267,7 @@ def expert_slots(local_ids: Tensor, num_local_experts: int, *, align: int = 0) -
     to = Destinations(0, num_local_experts, 1)
     table = assign_slots(local_ids, to)
     if align <= 1:
-        return table.slots
-    counts = torch.diff(table.ends, prepend=table.ends.new_zeros(1))
-    gaps = (-counts).remainder(align)
-    shift = (gaps.cumsum(0, dtype=torch.int32) - gaps)[to.of(local_ids).clamp(min=0)]
-    return torch.where(table.slots >= 0, table.slots + shift, -1).int()
+        return table
+    gaps = (-table.counts).remainder(align)
+    shift = (gaps.cumsum(0) - gaps)[to.of(local_ids).clamp(min=0)]
+    return SlotTable(torch.where(table.slots >= 0, table.slots + shift, -1).int(), table.counts + gaps)

@@ -1,4 +1,4 @@
-"""Moving rows: write each row to its slots, sum each row's copies back. The two are each other's adjoints.
+"""Moving rows and their weights: write each to its slots, sum a row's copies back. The two are each other's adjoints.
 
 On a GPU both are one Triton kernel (`kernels.py`); elsewhere plain torch, with the same answer bit for
 bit: the sum runs over the columns of the slot table in order, in fp32 (fp64 for fp64 rows), and is rounded
@@ -14,6 +14,21 @@ import torch
 from torch import Tensor
 
 from megatron_ext.dispatch.switch import use_kernels
+
+
+def copy_rows(src: Tensor, out: Tensor) -> None:
+    """Copy rows to rows that lie apart, in words of 8 bytes where both allow it.
+
+    torch copies such rows element by element, and one of 2 bytes takes it about as long as one of 8.
+
+    Args:
+        src: [T, C], any dtype, the last dimension contiguous.
+        out: [T, C], same dtype, written in place.
+    """
+    steps = (step for t in (src, out) for step in (t.shape[1], t.stride(0), t.storage_offset()))
+    if all(step * src.element_size() % 8 == 0 for step in steps):
+        src, out = src.view(torch.int64), out.view(torch.int64)
+    out.copy_(src)
 
 
 def spread_rows(src: Tensor, slots: Tensor, far: Tensor, near: Tensor | None = None) -> None:
@@ -60,6 +75,46 @@ def sum_rows(slots: Tensor, far: Tensor, near: Tensor | None, out: Tensor) -> No
         if near is not None:
             _add(total, near, column, len(far))
     out.copy_(total)
+
+
+def spread_weights(weights: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Write each weight to its slot.
+
+    Args:
+        weights: [T, K].
+        slots: [T, K] int32, -1 for none; every slot at most once.
+        out: [R], same dtype, written in place.
+    """
+    if slots.numel() == 0:
+        return
+    if use_kernels(weights):
+        from megatron_ext.dispatch import weight_kernels
+
+        weight_kernels.spread_weights(weights, slots, out)
+        return
+    kept = slots >= 0
+    out[slots[kept].long()] = weights[kept]
+
+
+def gather_weights(flat: Tensor, slots: Tensor) -> Tensor:
+    """Return what lies at each slot, [T, K] of the same dtype: 0 where there is none. The adjoint of `spread_weights`.
+
+    Args:
+        flat: [R].
+        slots: [T, K] int32, -1 for none.
+    """
+    out = flat.new_empty(slots.shape)
+    if out.numel() == 0:
+        return out
+    if use_kernels(flat):
+        from megatron_ext.dispatch import weight_kernels
+
+        weight_kernels.gather_weights(flat, slots, out)
+        return out
+    kept = slots >= 0
+    out.zero_()
+    out[kept] = flat[slots[kept].long()]
+    return out
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

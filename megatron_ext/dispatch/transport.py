@@ -81,19 +81,18 @@ class PendingCounts:
         return self._counts
 
 
-def start_counts(vector: Tensor, layout: Layout, group: Group) -> PendingCounts:
+def start_counts(gathered: Tensor, layout: Layout, group: Group) -> PendingCounts:
     """Gather every rank's count vector and start its copy to the host.
 
     Args:
-        vector: [n] int32, from `routing.count_vector`.
+        gathered: [W + 1, n] int32 with this rank's `routing.count_vector` in the last row; the others are written. So
+            one copy brings the vector as it was sent along with what came back.
         layout: The group.
         group: Its process group.
     """
-    gathered = torch.empty(layout.world + 1, len(vector), dtype=vector.dtype, device=vector.device)
-    with _named("the exchange of counts", layout, vector):
-        dist.all_gather_into_tensor(gathered[:-1].view(-1), vector, group=group)
-    gathered[-1] = vector
-    if not vector.is_cuda:
+    with _named("the exchange of counts", layout, gathered):
+        dist.all_gather_into_tensor(gathered[:-1].view(-1), gathered[-1], group=group)
+    if not gathered.is_cuda:
         return PendingCounts(layout, gathered, None)
     host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
     host.copy_(gathered, non_blocking=True)

@@ -31,7 +31,8 @@ class TorchGroupedMLP(SequentialMLP):
     What the products cannot do (`unsupported`) runs as in `SequentialMLP`, expert by expert, and is said once at start.
     """
 
-    # The alltoall dispatcher reads this (patch gpu/counts-on-device): on one rank it then waits for nothing.
+    # The dispatchers read this (patch gpu/counts-on-device): `alltoall` on one rank then waits for nothing, ours
+    # copy nothing back to the device.
     counts_on_device = True
     local_experts: nn.ModuleList
 
@@ -53,6 +54,7 @@ class TorchGroupedMLP(SequentialMLP):
         )
         self.unsupported = _why_not(self)
         if self.unsupported:
+            self.counts_on_device = False  # expert by expert, the host needs them
             notes.say_once(f"the experts run one after the other: {self.unsupported}")
 
     def forward(

@@ -143,7 +143,10 @@ def run_dispatcher(case: Case, data: Data, rank: int, groups: Groups) -> list[Te
 
     def layer(x: Tensor, weights: Tensor, mine: Tensor) -> Tensor:
         rows, row_weights, handle = dispatch(engine, x, data.ids[rank], weights)
-        out, flat, order, counts = to_experts(rows, row_weights, handle, align=case.align)
+        # Every other case takes the counts where the rows are, as experts do that read them there.
+        on_device = case.seed % 2 == 1
+        out, flat, order, counts = to_experts(rows, row_weights, handle, align=case.align, counts_on_device=on_device)
+        assert counts.is_cuda == (on_device and x.is_cuda)
         assert not case.align or (counts % case.align == 0).all()
         parts = [
             torch.tanh(part @ mine[e]) * w.unsqueeze(1).to(part.dtype)

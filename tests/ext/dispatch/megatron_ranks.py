@@ -90,7 +90,15 @@ def run_layer(layer: MoELayer, rank: int, tokens: int) -> list[torch.Tensor]:
 
 
 def compare(
-    world: int, rank: int, expert_tp: int, ranks_per_node: int, form: str, *, tokens: int = 10, **changes: Any
+    world: int,
+    rank: int,
+    expert_tp: int,
+    ranks_per_node: int,
+    form: str,
+    *,
+    tokens: int = 10,
+    counts_on_device: bool = False,
+    **changes: Any,
 ) -> None:
     """`dedup` and `twohop` against upstream: `allgather` under expert TP, where `alltoall` needs what gloo lacks."""
     parallel_state.destroy_model_parallel()
@@ -101,7 +109,12 @@ def compare(
     upstream = "alltoall" if expert_tp == 1 else "allgather"
     want = run_layer(make_layer(upstream, world, expert_tp, **changes), rank, tokens)
     for backend in ("dedup", "twohop"):
-        got = run_layer(make_layer(backend, world, expert_tp, **changes), rank, tokens)
+        layer = make_layer(backend, world, expert_tp, **changes)
+        # Experts that read their counts on the device say so when the layer is built (patch gpu/counts-on-device).
+        layer.token_dispatcher.counts_on_device = counts_on_device
+        got = run_layer(layer, rank, tokens)
+        counts = layer.token_dispatcher._comm_manager.tokens_per_expert
+        assert counts.is_cuda == (counts_on_device and got[0].is_cuda)
         for one, right in zip(got, want, strict=True):
             gap = (one - right).abs().max().item()
             scale = max(1.0, right.abs().max().item())
@@ -117,6 +130,7 @@ def layers_equal_alltoall(rank: int, world: int) -> None:
                 compare(world, rank, expert_tp, ranks_per_node, form)
     shared = {"moe_shared_expert_intermediate_size": 24}
     compare(world, rank, 1, 2, "auto", **shared)
+    compare(world, rank, 1, 2, "auto", counts_on_device=True)
     compare(world, rank, 1, 2, "alltoallv", moe_shared_expert_overlap=True, **shared)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     compare(world, rank, 1, 2, "alltoallv", **recompute)

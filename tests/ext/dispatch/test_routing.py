@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.dispatch import routing
+from megatron_ext.dispatch import autograd, routing
 from megatron_ext.dispatch.counts import Counts
 from megatron_ext.dispatch.errors import DispatchError
 from megatron_ext.dispatch.layout import Layout
@@ -38,6 +38,22 @@ def test_map_to_ids_pads_when_fewer_experts_than_choices() -> None:
     assert routing.map_to_ids(torch.tensor([[True, False]]), 3).tolist() == [[0, -1, -1]]
 
 
+def test_chosen_weights_and_their_gradient_leave_out_what_was_not_chosen() -> None:
+    chosen = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])
+    probs = torch.tensor([[0.1, 0.2, 0.3], [float("nan"), 0.5, 0.6], [0.7, 0.8, 0.9]], requires_grad=True)
+    ids, weights = autograd.choose(chosen, probs, 2)
+    assert ids.tolist() == [[0, 2], [-1, -1], [1, -1]]
+    assert torch.equal(weights, torch.tensor([[0.1, 0.3], [0.0, 0.0], [0.8, 0.0]]))
+    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    assert torch.equal(probs.grad, torch.tensor([[1.0, 0, 2], [0, 0, 0], [0, 5, 0]]))
+
+
+@pytest.mark.parametrize(("align", "want"), [(0, [2, 1, 1]), (4, [4, 4, 4])])
+def test_expert_order_counts_rows_with_their_padding(align: int, want: list[int]) -> None:
+    local_ids = torch.tensor([[-2, 0], [1, 2], [-1, 0]])
+    assert routing.expert_slots(local_ids, 3, align=align).counts.tolist() == want
+
+
 def test_sort_choices_moves_weights_and_puts_empty_choices_last() -> None:
     ids, weights = routing.sort_choices(torch.tensor([[5, -1, 2]]), torch.tensor([[0.5, 0.1, 0.2]]))
     assert ids.tolist() == [[2, 5, -1]]
@@ -54,13 +70,13 @@ def test_slots_are_ordered_by_destination_then_row_with_own_rows_last() -> None:
     table = routing.assign_slots(IDS, routing.all_ranks(LAYOUT))
     # Output rows: rank 0 gets tokens 0 and 2, rank 2 gets 2, rank 3 gets 0, own rank 1 gets 1.
     assert table.slots.tolist() == [[0, -1, 3], [4, -1, -1], [1, 2, -1], [-1, -1, -1]]
-    assert table.ends.tolist() == [2, 3, 4, 5]
+    assert table.counts.tolist() == [2, 1, 1, 1]
 
 
 def test_slots_of_no_rows_are_empty() -> None:
     table = routing.assign_slots(torch.empty(0, 3, dtype=torch.long), routing.all_ranks(LAYOUT))
     assert table.slots.shape == (0, 3)
-    assert table.ends.tolist() == [0, 0, 0, 0]
+    assert table.counts.tolist() == [0, 0, 0, 0]
 
 
 def test_fixed_slots_give_every_destination_a_block() -> None:
@@ -71,7 +87,7 @@ def test_fixed_slots_give_every_destination_a_block() -> None:
 @pytest.mark.parametrize(("align", "want"), [(0, [[-1, 0], [2, 3], [-1, 1]]), (4, [[-1, 0], [4, 8], [-1, 1]])])
 def test_expert_order_groups_rows_by_expert(align: int, want: list[list[int]]) -> None:
     local_ids = torch.tensor([[-2, 0], [1, 2], [-1, 0]])
-    assert routing.expert_slots(local_ids, 3, align=align).tolist() == want
+    assert routing.expert_slots(local_ids, 3, align=align).slots.tolist() == want
 
 
 def _counts(vectors: list[torch.Tensor], layout: Layout) -> Counts:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.dispatch.rows import spread_rows, sum_rows
+from megatron_ext.dispatch.rows import copy_rows, gather_weights, spread_rows, spread_weights, sum_rows
 
 SLOTS = torch.tensor([[2, 0, -1], [-1, -1, -1], [1, 3, 4]], dtype=torch.int32)
 
@@ -36,6 +36,24 @@ def test_sum_runs_in_fp32_and_rounds_once() -> None:
     out = torch.empty(1, 1, dtype=torch.bfloat16)
     sum_rows(torch.tensor([[0, 1, 2]], dtype=torch.int32), rows, None, out)
     assert out.item() == 258
+
+
+@pytest.mark.parametrize(("width", "pitch", "offset"), [(8, 12, 0), (8, 12, 1), (7, 12, 0), (8, 13, 0), (8, 8, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rows_are_copied_whatever_their_alignment(width: int, pitch: int, offset: int, dtype: torch.dtype) -> None:
+    src = torch.randn(3 * width + offset).to(dtype)[offset:].view(3, width)
+    room = torch.full((3, pitch), 7.0, dtype=dtype)
+    copy_rows(src, room[:, :width])
+    assert torch.equal(room[:, :width], src)
+    assert (room[:, width:] == 7).all()
+
+
+def test_weights_go_to_their_slots_and_come_back() -> None:
+    weights = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]])
+    flat = torch.full((6,), 9.0)
+    spread_weights(weights, SLOTS, flat)
+    assert torch.equal(flat, torch.tensor([0.2, 0.7, 0.1, 0.8, 0.9, 9.0]))
+    assert torch.equal(gather_weights(flat, SLOTS), torch.tensor([[0.1, 0.2, 0], [0, 0, 0], [0.7, 0.8, 0.9]]))
 
 
 def test_spread_and_sum_are_adjoint() -> None:

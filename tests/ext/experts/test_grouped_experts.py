@@ -94,6 +94,7 @@ def test_what_the_products_lack_runs_as_in_megatron(
     experts_module.notes._said.clear()
     theirs, ours = layers.pair(4, **options)
     assert named in ours.unsupported
+    assert not ours.counts_on_device
     layers.build(TorchGroupedMLP, 4, **options)
     assert capsys.readouterr().out.count("run one after the other") == 1
     rows, probs = torch.randn(15, HIDDEN, device="cuda"), torch.rand(15, device="cuda")
