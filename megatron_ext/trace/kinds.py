@@ -13,9 +13,12 @@ _KERNELS: tuple[tuple[str, str], ...] = (
     # cuBLASLt's products of many groups have "ptrGroup" in their names.
     ("grouped GEMM", r"[Gg]rouped|GroupProblem|GroupGEMM|ptrGroup|grouped_mm|MoeGemm"),
     ("GEMM", r"nvjet|gemm|gemv|xmma|cublas|splitK|cutlass"),
-    ("permute", r"permute|sort_chunks|row_id_map|radixSort|RadixSort"),
-    # Our dispatchers' own.
-    ("permute", r"^_(spread|sum|mark|look_up|count|choose|fixed_slots|(un)?pack|gather_weights)(_grad|_weights)?_kernel"),
+    # The second half is our dispatchers' own.
+    (
+        "permute",
+        r"permute|sort_chunks|row_id_map|radixSort|RadixSort"
+        r"|^_(spread|sum|mark|look_up|count|choose|fixed_slots|(un)?pack|gather_weights)(_grad|_weights)?_kernel",
+    ),
     ("router", r"topk|router|fused_score|aux_loss|moe_"),
     ("activation", r"silu|swiglu|gelu|sigmoid|^_(forward|backward)_kernel"),
     ("norm, rope", r"rms_?norm|[Ll]ayer_?[Nn]orm|rope|norm_(fwd|bwd)"),
