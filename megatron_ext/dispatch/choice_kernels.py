@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.dispatch.tiles import power_of_two, programs
+
 _TILE = 2048  # elements of a tile, rows times experts
 _BLOCK = 256  # most experts of a tile
 
@@ -77,7 +79,7 @@ def choose(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tens
     weights = probs.new_empty(tokens, top_k)
     if ids.numel():
         tile = _tile(num_experts)
-        _choose_kernel[(triton.cdiv(tokens, tile["ROWS"]),)](
+        _choose_kernel[(programs(tokens, tile["ROWS"]),)](
             routing_map.bool().contiguous().view(torch.uint8),
             probs.contiguous(),
             ids,
@@ -85,7 +87,7 @@ def choose(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tens
             tokens,
             E=num_experts,
             K=top_k,
-            KP=int(triton.next_power_of_2(top_k)),
+            KP=power_of_two(top_k),
             **tile,
         )
     return ids, weights
@@ -97,11 +99,11 @@ def choose_grad(ids: Tensor, grad_weights: Tensor, num_experts: int) -> Tensor:
     grad_probs = grad_weights.new_empty(tokens, num_experts)
     if grad_probs.numel():
         tile = _tile(num_experts)
-        grid = (triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(num_experts, tile["BLOCK"]))
+        grid = (programs(tokens, tile["ROWS"]), programs(num_experts, tile["BLOCK"]))
         _choose_grad_kernel[grid](ids, grad_weights.contiguous(), grad_probs, tokens, E=num_experts, K=top_k, **tile)
     return grad_probs
 
 
 def _tile(num_experts: int) -> dict[str, int]:
-    block = min(int(triton.next_power_of_2(num_experts)), _BLOCK)
+    block = min(power_of_two(num_experts), _BLOCK)
     return {"ROWS": _TILE // block, "BLOCK": block}

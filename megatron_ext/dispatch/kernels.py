@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.dispatch.tiles import power_of_two, programs
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -139,8 +141,8 @@ def sum_rows(slots: Tensor, far: Tensor, near: Tensor | None, out: Tensor, tile:
     item = out.element_size()
     unit = 16 // item if all(_alignment(t) % 16 == 0 for t in tensors) else 1
     columns = slots.shape[1]
-    rows = max(1, tile.copies // int(triton.next_power_of_2(columns)))
-    _sum_kernel[(triton.cdiv(out.shape[0], rows),)](
+    rows = max(1, tile.copies // power_of_two(columns))
+    _sum_kernel[(programs(out.shape[0], rows),)](
         slots,
         far,
         near_rows,
@@ -169,4 +171,4 @@ def _as_words(rows: Tensor, word: int) -> Tensor:
 
 
 def _block(row_bytes: int, tile: Tile) -> int:
-    return max(16, min(tile.block_bytes, int(triton.next_power_of_2(row_bytes))))
+    return max(16, min(tile.block_bytes, power_of_two(row_bytes)))

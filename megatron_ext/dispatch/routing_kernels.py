@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.dispatch.layout import Layout
 from megatron_ext.dispatch.routing import Destinations
+from megatron_ext.dispatch.tiles import power_of_two, programs
 
 _ROWS = 128  # rows of a tile
 _CHOICES = 64  # choices that a program of the counts compares at a time
@@ -148,7 +149,7 @@ def look_up(ids: Tensor, to: Destinations, running: Tensor) -> tuple[Tensor, Ten
     """Read each copy's number off the running sum: slots [T, K] int32, and the rows of each destination [D] int64."""
     slots = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     counts = torch.empty(to.number, dtype=torch.int64, device=ids.device)
-    width = {"D": to.number, "DP": int(triton.next_power_of_2(to.number))}
+    width = {"D": to.number, "DP": power_of_two(to.number)}
     _look_up_kernel[_grid(ids)](ids, running, slots, counts, *_numbers(ids, to), **width, **_tile(ids))
     return slots, counts
 
@@ -164,8 +165,8 @@ def fixed_slots(ids: Tensor, to: Destinations, capacity: int) -> Tensor:
 def count(ids: Tensor, layout: Layout, counted: Tensor) -> None:
     """Fill a zeroed count vector."""
     world, nodes, num_experts = layout.world, layout.num_nodes, layout.num_experts
-    programs = max(1, triton.cdiv(ids.numel(), _CHOICES * _STEPS))  # without choices there still are tokens to count
-    _count_kernel[(programs,)](
+    grid = max(1, programs(ids.numel(), _CHOICES * _STEPS))  # without choices there still are tokens to count
+    _count_kernel[(grid,)](
         ids,
         counted,
         len(ids),
@@ -183,11 +184,11 @@ def count(ids: Tensor, layout: Layout, counted: Tensor) -> None:
 
 
 def _bins(number: int) -> int:
-    return min(int(triton.next_power_of_2(number)), _BINS)
+    return min(power_of_two(number), _BINS)
 
 
 def _grid(ids: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(ids), _ROWS),)
+    return (programs(len(ids), _ROWS),)
 
 
 def _numbers(ids: Tensor, to: Destinations) -> tuple[int, int, int, int, int]:
@@ -195,4 +196,4 @@ def _numbers(ids: Tensor, to: Destinations) -> tuple[int, int, int, int, int]:
 
 
 def _tile(ids: Tensor) -> dict[str, int]:
-    return {"K": ids.shape[1], "KP": int(triton.next_power_of_2(ids.shape[1])), "ROWS": _ROWS}
+    return {"K": ids.shape[1], "KP": power_of_two(ids.shape[1]), "ROWS": _ROWS}

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.dispatch.tiles import programs
+
 _BLOCK = 1024
 
 
@@ -27,12 +29,12 @@ def _gather_weights_kernel(flat, slots, out, number, BLOCK: tl.constexpr):
 def spread_weights(weights: Tensor, slots: Tensor, out: Tensor) -> None:
     """See `rows.spread_weights`."""
     number = slots.numel()
-    grid = (triton.cdiv(number, _BLOCK),)
+    grid = (programs(number, _BLOCK),)
     _spread_weights_kernel[grid](weights.contiguous(), slots, out, number, BLOCK=_BLOCK)
 
 
 def gather_weights(flat: Tensor, slots: Tensor, out: Tensor) -> None:
     """See `rows.gather_weights`."""
     number = slots.numel()
-    grid = (triton.cdiv(number, _BLOCK),)
+    grid = (programs(number, _BLOCK),)
     _gather_weights_kernel[grid](flat.contiguous(), slots, out, number, BLOCK=_BLOCK)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.dispatch.tiles import power_of_two, programs
+
 _ROWS = 128  # rows of a tile
 
 
@@ -88,7 +90,7 @@ def pack(weights: Tensor, ids: Tensor, meta: Tensor, parts: int) -> None:
     start = top_k * weights.element_size() // 2
     out, halves = meta.view(weights.dtype), meta.view(torch.int16)
     count = halves.shape[1] - start
-    _pack_kernel[(triton.cdiv(len(meta), _ROWS),)](
+    _pack_kernel[(programs(len(meta), _ROWS),)](
         weights.contiguous(),
         ids.contiguous(),
         out,
@@ -98,11 +100,11 @@ def pack(weights: Tensor, ids: Tensor, meta: Tensor, parts: int) -> None:
         out.stride(0),
         halves.stride(0),
         K=top_k,
-        KP=int(triton.next_power_of_2(top_k)),
+        KP=power_of_two(top_k),
         PARTS=parts,
         START=start,
         COUNT=count,
-        COUNT_P=int(triton.next_power_of_2(count)),
+        COUNT_P=power_of_two(count),
         ROWS=_ROWS,
     )
 
@@ -113,7 +115,7 @@ def unpack(meta: Tensor, dtype: torch.dtype, top_k: int, parts: int, first: int)
     ids = torch.empty(len(meta), top_k, dtype=torch.int64, device=meta.device)
     if len(meta):
         packed, halves = meta.view(dtype), meta.view(torch.int16)
-        _unpack_kernel[(triton.cdiv(len(meta), _ROWS),)](
+        _unpack_kernel[(programs(len(meta), _ROWS),)](
             packed,
             halves,
             weights,
@@ -123,7 +125,7 @@ def unpack(meta: Tensor, dtype: torch.dtype, top_k: int, parts: int, first: int)
             halves.stride(0),
             first,
             K=top_k,
-            KP=int(triton.next_power_of_2(top_k)),
+            KP=power_of_two(top_k),
             PARTS=parts,
             START=top_k * dtype.itemsize // 2,
             ROWS=_ROWS,
