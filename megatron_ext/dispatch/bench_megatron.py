@@ -24,7 +24,7 @@ def upstream_alltoall(layout: Layout, group: Any) -> Callable[..., tuple[Tensor,
 
     single = _group_of_one()
     groups = SimpleNamespace(ep=group, expt_tp=single, tp_ep=group)
-    first = layout.rank * layout.num_local_experts
+    first = layout.first_expert
     made: dict[tuple[int, int], Any] = {}
 
     def dispatcher(hidden: int, top_k: int) -> Any:

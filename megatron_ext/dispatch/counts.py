@@ -54,7 +54,7 @@ class Counts:
 
     def tokens_per_local_expert(self) -> Matrix:
         """Rows that each of this rank's experts gets from all ranks, [L]."""
-        first = self.layout.rank * self.layout.num_local_experts
+        first = self.layout.first_expert
         return self.choices[:, first : first + self.layout.num_local_experts].sum(axis=0)
 
     def rank_splits(self) -> tuple[list[int], list[int]]:

@@ -129,7 +129,7 @@ class Engine:
             second = self._second_hop(form.unpack_meta(packed)[1], counts)
             packed = _carry(second, packed)
             hops.append(second)
-        row_weights, row_ids = form.unpack_meta(packed, self.layout.rank * self.layout.num_local_experts)
+        row_weights, row_ids = form.unpack_meta(packed, self.layout.first_expert)
         handle = Handle(self.layout, len(x), tuple(hops), row_ids, counts, form.row_bytes)
         return form.hidden_view(packed), row_weights, handle
 
@@ -207,11 +207,15 @@ def _hop(
 
 def _fill(form: RowFormat, x: Tensor, weights: Tensor, ids: Tensor, near: Tensor) -> None:
     """The static form: write all tokens to `near`, the rows behind them as empty ones."""
-    tokens, empty = len(x), len(near) - len(x)
-    copy_rows(x, form.hidden_view(near)[:tokens])
-    if empty:
-        form.hidden_view(near)[tokens:] = 0
+    _put_first(x, form.hidden_view(near))
     form.write_meta(weights, ids, form.meta_view(near))
+
+
+def _put_first(rows: Tensor, near: Tensor) -> None:
+    """Write rows to the first ones of `near`, zeros to those behind."""
+    copy_rows(rows, near[: len(rows)])
+    if len(near) > len(rows):
+        near[len(rows) :] = 0
 
 
 def _carry(hop: Hop, rows: Tensor) -> Tensor:
@@ -220,9 +224,7 @@ def _carry(hop: Hop, rows: Tensor) -> Tensor:
     out = rows.new_empty(hop.rows_after, rows.shape[1])
     near = out[exchange.rows_in :]
     if exchange.fixed:
-        near[: len(rows)] = rows
-        if len(near) > len(rows):
-            near[len(rows) :] = 0
+        _put_first(rows, near)
         exchange.share(near, out[: exchange.rows_in])
         return out
     send = rows.new_empty(exchange.rows_out, rows.shape[1])

@@ -58,6 +58,11 @@ class Layout:
         return self.world * self.num_local_experts
 
     @property
+    def first_expert(self) -> int:
+        """The first of this rank's experts."""
+        return self.rank * self.num_local_experts
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that the group spans, N."""
         return self.world // self.ranks_per_node
