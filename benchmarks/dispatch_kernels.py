@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -185,14 +186,8 @@ def routing_ms() -> dict[str, float]:
 
 
 def _by_torch(step: Callable[[], object]) -> float:
-    kept = os.environ.get(KERNELS_VARIABLE)
-    os.environ[KERNELS_VARIABLE] = "torch"
-    try:
+    with mock.patch.dict(os.environ, {KERNELS_VARIABLE: "torch"}):
         return time_ms(step)
-    finally:
-        os.environ.pop(KERNELS_VARIABLE)
-        if kept is not None:
-            os.environ[KERNELS_VARIABLE] = kept
 
 
 def tune(blocks: list[int]) -> tuple[list[dict[str, object]], kernels.Tile, kernels.Tile]:
