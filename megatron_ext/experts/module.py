@@ -18,8 +18,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from megatron_ext.experts import notes
 from megatron_ext.experts.grouped import grouped_linear
+from megatron_ext.runtime import notes
 
 # torch's kernel reads rows and weights in units of 16 bytes.
 _ALIGNMENT = 16

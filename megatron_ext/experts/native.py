@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.experts import notes
+from megatron_ext.runtime import notes
 
 
 def takes_counts_on_device(experts: Any) -> bool:

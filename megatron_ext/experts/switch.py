@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.experts import notes, order
-from megatron_ext.runtime import cpu
+from megatron_ext.experts import order
+from megatron_ext.runtime import cpu, notes
 
 CHOICES = ("auto", "torch", "megatron")
 VARIABLE = "MOE_EXT_EXPERTS"

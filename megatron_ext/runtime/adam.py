@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.notes import say_once
+
 CHOICES = ("megatron", "fused")
 VARIABLE = "MOE_EXT_ADAM"
 
@@ -93,8 +95,6 @@ def step(optimizer: Any) -> bool:
 
 
 def _attach(optimizer: Any) -> _FusedStep | None:
-    from megatron_ext.experts.notes import say_once
-
     obstacle = _obstacle(optimizer)
     if obstacle == _EMPTY:
         return None

@@ -1,4 +1,4 @@
-"""What this room says at start: each line once, by the first rank."""
+"""What is said at start or when a choice falls: each line once, by the first rank."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_ext.errors import UserError
-from megatron_ext.experts import notes, switch
+from megatron_ext.experts import switch
+from megatron_ext.runtime import notes
 
 pytestmark = pytest.mark.usefixtures("world")
 
