@@ -138,38 +138,45 @@ class Addresses:
 
 
 @triton.jit
-def _update(
-    p,
-    m,
-    v,
-    grad,
-    out,
-    at,  # [BLOCK], places of the values from these pointers
-    inside,  # [BLOCK], or None: all
+def _chunk(
+    places,  # addresses of p, m, v, grad, out
+    start,  # of the chunk in the tensor, in values
+    left,  # values from there to the tensor's end
     clip,
-    lr,
-    beta1,
-    rest1,  # 1 - beta1
-    beta2,
-    rest2,
-    inverse1,  # 1 / (1 - beta1^step)
-    inverse2,
-    eps,
-    weight_decay,
+    numbers,  # lr; beta1, 1 - beta1, beta2, 1 - beta2; 1 / (1 - beta^step) of both; eps; weight decay
+    OUT: tl.constexpr,
+    OUT_BYTES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # no mask and known alignment: 16 bytes a thread and load
 ):
-    value = tl.load(p + at, mask=inside)
-    first = tl.load(m + at, mask=inside)
-    second = tl.load(v + at, mask=inside)
-    given = tl.load(grad + at, mask=inside) * clip
-    first = beta1 * first + rest1 * given
-    second = beta2 * second + rest2 * given * given
-    # Rounded like torch's: `/` and tl.sqrt are approximations on a GPU.
-    step = tl.div_rn(first * inverse1, tl.sqrt_rn(second * inverse2) + eps)
-    value = value - lr * (step + weight_decay * value)
-    tl.store(p + at, value, mask=inside)
-    tl.store(m + at, first, mask=inside)
-    tl.store(v + at, second, mask=inside)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    lr, betas, inverses, eps, weight_decay = numbers
+    p = places[0].to(tl.pointer_type(tl.float32))
+    m = places[1].to(tl.pointer_type(tl.float32))
+    v = places[2].to(tl.pointer_type(tl.float32))
+    grad = places[3].to(tl.pointer_type(tl.float32))
+    out = places[4].to(tl.pointer_type(OUT))
+    if WHOLE:
+        p, m = tl.multiple_of(p, 16), tl.multiple_of(m, 16)
+        v, grad = tl.multiple_of(v, 16), tl.multiple_of(grad, 16)
+        out = tl.multiple_of(out, OUT_BYTES)
+    p, m, v, grad, out = p + start, m + start, v + start, grad + start, out + start
+    for begin in range(0, CHUNK, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = None if WHOLE else at < left
+        value = tl.load(p + at, mask=inside)
+        first = tl.load(m + at, mask=inside)
+        second = tl.load(v + at, mask=inside)
+        given = tl.load(grad + at, mask=inside) * clip
+        first = betas[0] * first + betas[1] * given
+        second = betas[2] * second + betas[3] * given * given
+        # Rounded like torch's: `/` and tl.sqrt are approximations on a GPU.
+        step = tl.div_rn(first * inverses[0], tl.sqrt_rn(second * inverses[1]) + eps)
+        value = value - lr * (step + weight_decay * value)
+        tl.store(p + at, value, mask=inside)
+        tl.store(m + at, first, mask=inside)
+        tl.store(v + at, second, mask=inside)
+        tl.store(out + at, value.to(OUT), mask=inside)
 
 
 # The number of chunks must not compile the kernel anew.
@@ -199,60 +206,9 @@ def _adamw_kernel(
     left = tl.load(row + 5) - start
     aligned = tl.load(row + 6)
     coefficient = tl.load(clip)
-    p_at, m_at, v_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    grad_at, out_at = tl.load(row + 3), tl.load(row + 4)
+    places = (tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
+    numbers = (lr, (beta1, rest1, beta2, rest2), (inverse1, inverse2), eps, weight_decay)
     if (aligned != 0) & (left >= CHUNK):
-        # No mask and known alignment: 16 bytes a thread and load.
-        p = tl.multiple_of(p_at.to(tl.pointer_type(tl.float32)), 16) + start
-        m = tl.multiple_of(m_at.to(tl.pointer_type(tl.float32)), 16) + start
-        v = tl.multiple_of(v_at.to(tl.pointer_type(tl.float32)), 16) + start
-        grad = tl.multiple_of(grad_at.to(tl.pointer_type(tl.float32)), 16) + start
-        out = tl.multiple_of(out_at.to(tl.pointer_type(OUT)), OUT_BYTES) + start
-        for begin in range(0, CHUNK, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            _update(
-                p,
-                m,
-                v,
-                grad,
-                out,
-                at,
-                None,
-                coefficient,
-                lr,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
-                inverse1,
-                inverse2,
-                eps,
-                weight_decay,
-            )
+        _chunk(places, start, left, coefficient, numbers, OUT, OUT_BYTES, CHUNK, BLOCK, WHOLE=True)
     else:
-        p = p_at.to(tl.pointer_type(tl.float32)) + start
-        m = m_at.to(tl.pointer_type(tl.float32)) + start
-        v = v_at.to(tl.pointer_type(tl.float32)) + start
-        grad = grad_at.to(tl.pointer_type(tl.float32)) + start
-        out = out_at.to(tl.pointer_type(OUT)) + start
-        for begin in range(0, CHUNK, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            _update(
-                p,
-                m,
-                v,
-                grad,
-                out,
-                at,
-                at < left,
-                coefficient,
-                lr,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
-                inverse1,
-                inverse2,
-                eps,
-                weight_decay,
-            )
+        _chunk(places, start, left, coefficient, numbers, OUT, OUT_BYTES, CHUNK, BLOCK, WHOLE=False)
