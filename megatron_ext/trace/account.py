@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from megatron_ext.trace.intervals import Times, Union, between, measure, togethe
 
 GPU_IDLE = "idle"
 HOST_IDLE = "Python, no operator"
-_ORDER = (*kinds.COMPUTE, *kinds.COMMUNICATION, kinds.OTHER_OPERATORS, kinds.MEMORY)
+ORDER = (*kinds.COMPUTE, *kinds.COMMUNICATION, kinds.OTHER_OPERATORS, kinds.MEMORY)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Work:
     start: Times
     stop: Times
     kind: Times
-    order: tuple[str, ...] = _ORDER
+    order: tuple[str, ...] = ORDER
 
     @property
     def span(self) -> int:
@@ -55,8 +56,9 @@ class Work:
         chosen = np.isin(self.kind, [self.order.index(kind) for kind in wanted])
         return union(self.start[chosen], self.stop[chosen])
 
+    @cached_property
     def idle(self) -> Union:
-        """Return when nothing ran."""
+        """When nothing ran."""
         return between(union(self.start, self.stop), self.begin, self.end)
 
 
@@ -116,7 +118,7 @@ def rows_of(work: Work) -> list[Row]:
         rows.append(Row(kind, now - covered, busy, len(np.unique(work.event[chosen]))))
         covered = now
     idle = GPU_IDLE if work.device else HOST_IDLE
-    rows.append(Row(idle, work.span - covered, work.span - covered, len(work.idle()[0])))
+    rows.append(Row(idle, work.span - covered, work.span - covered, len(work.idle[0])))
     assert sum(row.span_ns for row in rows) == work.span
     return rows
 
@@ -151,7 +153,7 @@ def _window(trace: Trace, step: int | None) -> tuple[int, int, tuple[int, ...]]:
 
 def _device_pieces(trace: Trace) -> tuple[Times, Times, Times, Times]:
     event = np.flatnonzero(trace.on_device).astype(np.int64)
-    number = {kind: at for at, kind in enumerate(_ORDER)}
+    number = {kind: at for at, kind in enumerate(ORDER)}
     by_name = np.array([number[kinds.kernel_kind(name)] for name in trace.names], np.int64)
     kind = np.where(trace.category[event] == KERNEL, by_name[trace.name[event]], number[kinds.MEMORY])
     unclear = number[kinds.UNKNOWN_PAIRS]
@@ -179,7 +181,7 @@ def _host_pieces(trace: Trace) -> tuple[Times, Times, Times, Times]:
 
 def _kinds_of_calls(trace: Trace, host: calls.Host) -> Times:
     """Return [events] the kind of each call of the host, -1 for the mark of a step, which is none."""
-    number: Mapping[str, int] = {kind: at for at, kind in enumerate(_ORDER)}
+    number: Mapping[str, int] = {kind: at for at, kind in enumerate(ORDER)}
     other = number[kinds.OTHER_OPERATORS]
     caller = [kinds.caller_kind(name) for name in trace.names]
     own = [kinds.operator_kind(name) for name in trace.names]

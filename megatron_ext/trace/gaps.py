@@ -57,7 +57,7 @@ def longest(trace: Trace, work: Work, host: calls.Host, count: int) -> list[Gap]
         host: Its calls.
         count: At most so many.
     """
-    left, right = work.idle()
+    left, right = work.idle
     chosen = np.argsort(left - right, kind="stable")[:count]
     left, right = left[chosen], right[chosen]
     launched = calls.launches(trace)
@@ -83,7 +83,7 @@ def longest(trace: Trace, work: Work, host: calls.Host, count: int) -> list[Gap]
 
 def pairs(trace: Trace, work: Work) -> list[Pair]:
     """Return all gaps by the kernels around them, the longest sum first."""
-    left, right = work.idle()
+    left, right = work.idle
     # Names by number, -1 for the window's edge.
     names = [np.where(side >= 0, trace.name[side], -1) for side in _neighbours(work, left, right)]
     found: dict[tuple[str, str], list[int]] = {}
@@ -101,7 +101,7 @@ def _short(trace: Trace, name: int) -> str:
 
 def after_waits(trace: Trace, work: Work) -> int:
     """Return the nanoseconds of gaps that began as the host came back from waiting for the GPU."""
-    left, right = work.idle()
+    left, right = work.idle
     waits = calls.wait_rows(trace)
     begun, ended = np.sort(trace.start[waits]), np.sort(trace.end[waits])
     # A wait that had begun before the gap and ended around its begin. Waits of one thread do not overlap, so it is

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.trace import account, comms, gaps, kinds
+from megatron_ext.trace import account, comms, gaps
 from megatron_ext.trace import host as calls
 from megatron_ext.trace.account import Row, Work
 from megatron_ext.trace.comms import Communication
@@ -82,7 +82,7 @@ def summarize(trace: Trace, work: Work, *, place: int = 0, gap_count: int = 10) 
         rows=tuple(account.rows_of(work)),
         communication=comms.communication(trace, work),
         names=tuple(by_name(trace, work)),
-        idle_ns=measure(work.idle()),
+        idle_ns=measure(work.idle),
         idle_after_wait_ns=gaps.after_waits(trace, work) if host else 0,
         gaps=tuple(gaps.longest(trace, work, host, gap_count)) if host else (),
         pairs=tuple(gaps.pairs(trace, work)) if host else (),
@@ -108,7 +108,4 @@ def by_name(trace: Trace, work: Work) -> list[Named]:
 def work_kinds(ranks: Sequence[RankSummary]) -> list[str]:
     """Return the kinds of all ranks' tables, in order of precedence, what is left last."""
     present = {row.kind for rank in ranks for row in rank.rows}
-    order = (
-        *kinds.COMPUTE, *kinds.COMMUNICATION, kinds.OTHER_OPERATORS, kinds.MEMORY, account.GPU_IDLE, account.HOST_IDLE,
-    )  # fmt: skip
-    return [kind for kind in order if kind in present]
+    return [kind for kind in (*account.ORDER, account.GPU_IDLE, account.HOST_IDLE) if kind in present]
