@@ -59,6 +59,8 @@ LOCAL_ARGS = (
 ).split()
 FORCED = ["--moe-router-force-load-balancing"]
 DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "dedup"]
+# Attention and router launched as one graph each way: the host has that much less to do between two dispatches.
+GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2", "--cuda-graph-modules"]
 # One micro-batch's exchange under another's compute.
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
@@ -114,6 +116,9 @@ def _named() -> dict[str, Variant]:
         "preset-monitor": Variant((*fast, *MONITOR)),
         "preset-dedup": Variant((*fast, *DEDUP)),
         "preset-dedup-forced": Variant((*fast, *DEDUP, *FORCED)),
+        "preset-graphs": Variant((*fast, *GRAPHS, "attn", "moe_router")),
+        "preset-dedup-graphs": Variant((*fast, *DEDUP, *GRAPHS, "attn", "moe_router")),
+        "preset-dedup-attn-graphs": Variant((*fast, *DEDUP, *GRAPHS, "attn")),
         "preset-overlap": Variant((*fast, *OVERLAP)),
         "preset-dedup-overlap": Variant((*fast, *DEDUP, *OVERLAP)),
         # One setting of the preset taken back, to see what it is worth.

@@ -156,8 +156,10 @@ def to_experts(
         Expert rows [R, H], their weights [R], the order, and the rows of each local expert [L] int64 on
         the CPU, padding included; or on the rows' device.
     """
+    # The table before the wait: the GPU has it to do while the host learns how many rows there are.
+    table = routing.expert_slots(handle.ids, handle.layout.num_local_experts, align=align)
     counts = torch.from_numpy(handle.counts.wait().tokens_per_local_expert())
-    return order_rows(rows, weights, handle.ids, counts, align=align, counts_on_device=counts_on_device)
+    return _lay_out(rows, weights, table, counts, align=align, counts_on_device=counts_on_device)
 
 
 def order_rows(
@@ -180,9 +182,15 @@ def order_rows(
         counts_on_device: Return the rows of each expert as counted on the rows' device: experts that read them there
             wait for no copy.
     """
+    table = routing.expert_slots(local_ids, len(counts), align=align)
+    return _lay_out(rows, weights, table, counts, align=align, counts_on_device=counts_on_device)
+
+
+def _lay_out(
+    rows: Tensor, weights: Tensor, table: routing.SlotTable, counts: Tensor, *, align: int, counts_on_device: bool
+) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
     if align > 1:
         counts = (counts + align - 1) // align * align
-    table = routing.expert_slots(local_ids, len(counts), align=align)
     order = routing.ExpertOrder(table.slots, sum(counts.tolist()))
     out, flat = _ToExperts.apply(rows, weights, order.slots, order.rows, align > 1)
     return out, flat, order, table.counts if counts_on_device else counts
