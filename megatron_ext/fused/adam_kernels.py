@@ -80,12 +80,7 @@ class Addresses:
         within = torch.arange(len(owner)) - first[owner]
         # [2, chunks]: the tensor of each chunk, and which of its chunks it is.
         self._chunks = torch.stack([owner, within]).to(torch.int32).to(device)
-        self._rows: list[tuple[int, int, int, int, int]] = []
         self._table = torch.empty(0, dtype=torch.int64, device=device)
-
-    def differ(self, rows: Sequence[tuple[int, int, int, int, int]]) -> bool:
-        """Return whether these are other addresses than `point` was given last."""
-        return self._rows != rows
 
     def point(self, rows: list[tuple[int, int, int, int, int]]) -> None:
         """Take new addresses.
@@ -100,7 +95,6 @@ class Addresses:
             for row, numel in zip(rows, self._numels, strict=True)
         ]
         self._table = torch.tensor(table, dtype=torch.int64).to(self.device)
-        self._rows = rows
 
     def adamw(self, hyper: Hyper, clip: Tensor) -> None:
         """Take one step with all tensors, in place, in one launch on the current stream.

@@ -8,7 +8,9 @@ last two answer False upstream goes its own way, which is so for every run witho
 
 The optimizer itself stays upstream's, and so do its state and its checkpoints: the same tensors under the same keys,
 the same count of steps. The first step after the start is upstream's too, since it makes that state. All addresses are
-read anew at each step, so tensors may be replaced or moved between steps.
+read anew at each step, so tensors may be replaced or moved between steps. They are read once, after the clip, while the
+GPU is busy with the norm; where the kernel cannot take them any more, the gradients are scaled then and the step is
+upstream's.
 
 One thing is seen from outside: the gradients are not scaled in memory. Whoever reads them between clip and step finds
 them as they came out of the backward pass; counting their zeros (`--log-num-zeros-in-grad`) keeps upstream's clip.
@@ -16,16 +18,19 @@ them as they came out of the backward pass; counting their zeros (`--log-num-zer
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.kept_grads import same
 from megatron_ext.runtime.notes import say_once
 
 CHOICES = ("megatron", "fused")
@@ -67,17 +72,27 @@ def forget_clip(optimizer: Any) -> None:
         fused.clip = None
 
 
-def take_clip(parameters: Sequence[Tensor] | Tensor, coefficient: Tensor | float) -> bool:
+def forget_addresses(optimizer: Any) -> None:
+    """Forget where the tensors of the step before lay: the next step tells its kernels anew, as its first did."""
+    fused = _steps.get(optimizer)
+    if fused is not None:
+        fused.forget_addresses()
+
+
+def take_clip(parameters: Sequence[Tensor] | Tensor, max_norm: float, total_norm: Tensor | float) -> bool:
     """Keep a clip coefficient for the coming step, and return whether it was kept; else the gradients must be scaled.
 
     Args:
         parameters: Those whose gradients are to be scaled.
-        coefficient: The largest allowed norm over the norm; [1], fp32, or a number. Above 1 it counts as 1.
+        max_norm: The largest norm that the gradients may have.
+        total_norm: The norm that they have; [1], fp32, or a number.
     """
-    for fused in list(_steps.values()):
-        if fused is not None and fused.owns(parameters):
-            return fused.take_clip(coefficient)
-    return False
+    fused = next((fused for fused in list(_steps.values()) if fused is not None and fused.owns(parameters)), None)
+    if fused is None:
+        return False
+    coefficient = max_norm / (total_norm + 1.0e-6)  # upstream's
+    fused.clip = coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
+    return True
 
 
 def step(optimizer: Any) -> bool:
@@ -88,9 +103,11 @@ def step(optimizer: Any) -> bool:
     """
     if (_chosen or os.environ.get(VARIABLE)) != "fused":
         return False
-    if optimizer not in _steps:
-        _steps[optimizer] = _attach(optimizer)
-    fused = _steps[optimizer]
+    fused = _steps.get(optimizer)
+    if optimizer not in _steps or (fused is not None and not same(optimizer.get_parameters(), fused.parameters)):
+        if fused is not None:
+            fused.scale_grads(optimizer)  # not to lose a coefficient, should the parameters have changed after the clip
+        fused = _steps[optimizer] = _attach(optimizer)
     return fused is not None and fused.step(optimizer)
 
 
@@ -153,11 +170,18 @@ def _tensor_obstacle(optimizer: Any) -> str:
     device = next((weight.device for weight in weights), None)
     if device is None:
         return _EMPTY
+    mains = [main for groups in _main_groups(optimizer) for group in groups for main in group]
+    if set(map(id, mains)) != set(map(id, optimizer.get_parameters())):
+        return "the optimizer has other parameters than Megatron's lists"
     return "" if _kernels_run(device) else "its kernel needs a GPU and Triton"
 
 
 def _model_groups(optimizer: Any) -> tuple[Any, Any]:
     return optimizer.model_float16_groups, optimizer.model_fp32_groups
+
+
+def _main_groups(optimizer: Any) -> tuple[Any, Any]:
+    return optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
 
 
 def _kernels_run(device: torch.device) -> bool:
@@ -174,15 +198,36 @@ def _kernels_run(device: torch.device) -> bool:
 
 
 @dataclass
-class _Slot:
-    """A main parameter [n], fp32, and where its model parameter's part of this rank lies.
+class _Launch:
+    """What one launch takes: main parameters [n], fp32, and where their model parameters' parts of this rank lie.
 
-    `buffer`: the place of the bucket in Megatron's lists of buffers and buckets; `offset_bytes`: from its start.
+    Args:
+        index: Of the parameter group.
+        dtype: Of the model parameters.
+        mains: The main parameters.
+        buckets: Of each model parameter, its bucket's place in Megatron's lists of buffers and buckets.
+        offsets: Of each, bytes from the start of that.
+        columns: The addresses that the kernel has: of p, m, v, the gradients, and the buckets (by place).
     """
 
-    main: Tensor
-    buffer: tuple[int, int]
-    offset_bytes: int
+    index: int
+    dtype: torch.dtype
+    mains: list[Tensor] = field(default_factory=list)
+    buckets: list[tuple[int, int]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    columns: list[Any] = field(default_factory=list)
+
+    def add(self, main: Tensor, bucket: tuple[int, int], offset: int) -> None:
+        """Add a main parameter."""
+        self.mains.append(main)
+        self.buckets.append(bucket)
+        self.offsets.append(offset)
+
+    def rows(self, columns: list[Any]) -> list[tuple[int, int, int, int, int]]:
+        """Return the addresses of `columns` by parameter, those of its bucket as the address of its part."""
+        starts = columns[-1]
+        outs = [starts[place] + offset for place, offset in zip(self.buckets, self.offsets, strict=True)]
+        return list(zip(*columns[:-1], outs, strict=True))
 
 
 class _FusedStep:
@@ -196,84 +241,86 @@ class _FusedStep:
         from megatron_ext.fused.adam_kernels import Addresses
 
         self._optimizer = weakref.ref(optimizer)
+        self.parameters: list[Tensor] = optimizer.get_parameters()
         # The coefficient for the coming step; that of a skipped step is forgotten (`forget_clip`).
         self.clip: Tensor | float | None = None
-        # Slots by their parameter group and the dtype of the model's parameters: what one launch takes.
-        self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = {}
-        mains = (optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups)
-        for model_groups, main_groups in zip(_model_groups(optimizer), mains, strict=True):
+        # By parameter group and the dtype of the model's parameters.
+        launches: dict[tuple[int, torch.dtype], _Launch] = {}
+        for model_groups, main_groups in zip(_model_groups(optimizer), _main_groups(optimizer), strict=True):
             for index, (models, shards) in enumerate(zip(model_groups, main_groups, strict=True)):
                 for model, main in zip(models, shards, strict=True):
                     buffer, _, bucket = optimizer.model_param_gbuf_map[model]
                     start = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"].start
                     dtype = optimizer.buffers[buffer].buckets[bucket].param_data.dtype
-                    slot = _Slot(main, (buffer, bucket), start * dtype.itemsize)
-                    self._slots.setdefault((index, dtype), []).append(slot)
-        self._device: torch.device = next(iter(self._slots.values()))[0].main.device
-        self._launches = {
-            key: Addresses([slot.main.numel() for slot in slots], key[1], self._device)
-            for key, slots in self._slots.items()
-        }
+                    launch = launches.setdefault((index, dtype), _Launch(index, dtype))
+                    launch.add(main, (buffer, bucket), start * dtype.itemsize)
+        self._device: torch.device = next(iter(launches.values())).mains[0].device
+        self._launches = [
+            (launch, Addresses([main.numel() for main in launch.mains], launch.dtype, self._device))
+            for launch in launches.values()
+        ]
+        self._buckets = {bucket for launch in launches.values() for bucket in launch.buckets}
+
+    def forget_addresses(self) -> None:
+        """See the function `forget_addresses`."""
+        for launch, _ in self._launches:
+            launch.columns = []
 
     def owns(self, parameters: Sequence[Tensor] | Tensor) -> bool:
         """Return whether these are all main parameters of this optimizer, in its order."""
         optimizer = self._optimizer()
-        if optimizer is None or isinstance(parameters, Tensor):
-            return False
-        own = optimizer.get_parameters()
-        return len(own) == len(parameters) and all(a is b for a, b in zip(own, parameters, strict=True))
-
-    def take_clip(self, coefficient: Tensor | float) -> bool:
-        """See the function `take_clip`."""
-        optimizer = self._optimizer()
-        self.clip = None
-        if optimizer is None or optimizer.config.log_num_zeros_in_grad or not self._point(optimizer):
-            return False
-        self.clip = coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
-        return True
+        return (
+            optimizer is not None
+            and not isinstance(parameters, Tensor)
+            and same(parameters, self.parameters)
+            and not optimizer.config.log_num_zeros_in_grad
+        )
 
     def step(self, optimizer: Any) -> bool:
         """See the function `step`."""
+        inner = optimizer.optimizer
+        counts = _counts(inner)
+        if counts is None or not self._point(optimizer):
+            self.scale_grads(optimizer)
+            return False
         clip, self.clip = self.clip, None
-        if not self._point(optimizer):
-            if clip is None:
-                return False
-            raise RuntimeError("the optimizer's state was taken away between the gradient clip and the step")
         if not isinstance(clip, Tensor):
             clip = torch.full((1,), 1.0 if clip is None else clip, dtype=torch.float32, device=self._device)
-        counts = _count_step(optimizer.optimizer)
-        for (index, _), launch in self._launches.items():
-            launch.adamw(_hyper(optimizer.optimizer.param_groups[index], counts[index]), clip)
+        for launch, addresses in self._launches:
+            addresses.adamw(_hyper(inner.param_groups[launch.index], counts[launch.index] + 1), clip)
+        _count_step(inner)
         return True
+
+    def scale_grads(self, optimizer: Any) -> None:
+        """Scale the gradients where upstream's clip would have done so by now: its step is to follow."""
+        clip, self.clip = self.clip, None
+        if clip is not None:
+            grads = [param.grad for param in optimizer.get_parameters() if param.grad is not None]
+            torch._foreach_mul_(grads, clip.view(()) if isinstance(clip, Tensor) else clip)
 
     def _point(self, optimizer: Any) -> bool:
         """Have the launches read where all tensors lie now, or return False: this step must be upstream's."""
         inner = optimizer.optimizer
-        if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks or not _counts_agree(inner):
+        if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
             return False
-        starts: dict[tuple[int, int], int] = {}
-        for key, slots in self._slots.items():
-            rows = []
-            for slot in slots:
-                state, grad = inner.state.get(slot.main), slot.main.grad
-                if not state or grad is None:
+        starts = {place: _bucket_start(optimizer, place) for place in self._buckets}
+        if not all(starts.values()):
+            return False
+        for launch, addresses in self._launches:
+            states = list(map(inner.state.get, launch.mains))
+            grads = [main.grad for main in launch.mains]
+            if not all(states) or not all(map(operator.is_not, grads, repeat(None))):
+                return False
+            # Some thousand addresses at each step, while the GPU waits: whole lists, not a tensor after the other.
+            firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            tensors = (launch.mains, firsts, seconds, grads)
+            columns: list[Any] = [*(list(map(Tensor.data_ptr, column)) for column in tensors), starts]
+            if columns != launch.columns:
+                if not all(map(self._fits, launch.mains, states)):
                     return False
-                if slot.buffer not in starts:
-                    starts[slot.buffer] = _bucket_start(optimizer, slot.buffer)
-                rows.append(
-                    (
-                        slot.main.data_ptr(),
-                        state["exp_avg"].data_ptr(),
-                        state["exp_avg_sq"].data_ptr(),
-                        grad.data_ptr(),
-                        starts[slot.buffer] + slot.offset_bytes,
-                    )
-                )
-            if self._launches[key].differ(rows):
-                if not all(self._fits(slot.main, inner.state[slot.main]) for slot in slots):
-                    return False
-                self._launches[key].point(rows)
-        return all(starts.values())
+                addresses.point(launch.rows(columns))
+                launch.columns = columns
+        return True
 
     def _fits(self, main: Tensor, state: dict[str, Any]) -> bool:
         """Return whether the kernel may go over these tensors by their addresses."""
@@ -304,28 +351,34 @@ def _hyper(group: dict[str, Any], count: int) -> Any:
     return Hyper(lr, beta1, beta2, eps, decay, count, bool(group.get("bias_correction", True)))
 
 
-def _torch_counts(inner: Any) -> list[list[Tensor]]:
-    """Return the step counts of a torch AdamW, a tensor [] each parameter, by group."""
-    return [[inner.state[p]["step"] for p in group["params"]] for group in inner.param_groups]
+def _counts(inner: Any) -> list[int] | None:
+    """Return each parameter group's count of steps, 0 where it has no parameters.
 
-
-def _counts_agree(inner: Any) -> bool:
-    """Return whether each parameter group has one count of steps, as after a step of the inner optimizer."""
+    None where one has several counts, or none yet: before the first step of the inner optimizer.
+    """
     if _is_te_adam(inner):
-        return all(isinstance(group.get("step"), int) for group in inner.param_groups if group["params"])
-    if not all("step" in inner.state.get(p, {}) for group in inner.param_groups for p in group["params"]):
-        return False
-    return all(len({float(count) for count in counts}) <= 1 for counts in _torch_counts(inner))
+        if not all(isinstance(group.get("step"), int) for group in inner.param_groups if group["params"]):
+            return None
+        return [group.get("step", 0) for group in inner.param_groups]
+    found = []
+    for group in inner.param_groups:
+        states = [inner.state.get(param) for param in group["params"]]
+        if not all(state and "step" in state for state in states):
+            return None
+        counts = {state["step"].item() for state in states}
+        if len(counts) > 1:
+            return None
+        found.append(int(counts.pop()) if counts else 0)
+    return found
 
 
-def _count_step(inner: Any) -> list[int]:
-    """Count a step where the inner optimizer would; return each group's count, with this step (0: no parameters)."""
+def _count_step(inner: Any) -> None:
+    """Count a step where the inner optimizer would."""
     if _is_te_adam(inner):
         for group in inner.param_groups:
             if "step" in group:  # groups without parameters too, where its release counts for them
                 group["step"] += 1
-        return [group.get("step", 0) for group in inner.param_groups]
-    counts = _torch_counts(inner)
-    every = [count for group in counts for count in group]
-    torch._foreach_add_(every, 1.0)
-    return [int(group[0]) if group else 0 for group in counts]
+        return
+    # torch's AdamW counts in a tensor [] each parameter. A number to add would be made a tensor for each of them.
+    counts = [inner.state[param]["step"] for group in inner.param_groups for param in group["params"]]
+    torch._foreach_add_(counts, [torch.ones(())] * len(counts))

@@ -229,6 +229,62 @@ def check_moved_tensors() -> None:
     assert_alike(fused, plain, "moved tensors")
 
 
+def check_replaced_parameters() -> None:
+    """New main parameters in place of the old, and model buffers that were away from the device."""
+    fused, plain = Run(True), Run(False)
+    kept: list[Any] = []  # alive, as above
+    moved = 0
+    for number in range(1, 6):
+        fused.step(number)
+        plain.step(number)
+        assert_alike(fused, plain, f"replaced parameters, step {number}")
+        for part in fused.optimizer.chained_optimizers:
+            if number % 2:
+                kept.append(replace_mains(part))
+                continue
+            for buffer in part.buffers:
+                place, size = buffer.param_data.data_ptr(), buffer.param_data.shape
+                buffer.offload_to_cpu(move_grads=False)
+                kept += [torch.empty(size, dtype=fused.dtype, device=DEVICE) for _ in range(8)]  # in its place
+                buffer.reload_from_cpu(move_grads=False)
+                moved += buffer.param_data.data_ptr() != place
+    assert moved, "all buffers came back to where they had been"
+    # The new parameters came with their state, so ours goes on.
+    assert fused.own_steps == fused.own(1), "upstream's step ran"
+
+
+def replace_mains(part: Any) -> list[Any]:
+    """Give the optimizer copies of its main parameters, with their state; return the old ones."""
+    inner, mains = part.optimizer, part.get_parameters()
+    copies = {main: main.detach().clone().requires_grad_() for main in mains}
+    for groups in (part.shard_fp32_from_float16_groups, [group["params"] for group in inner.param_groups]):
+        for group in groups:
+            group[:] = [copies[main] for main in group]
+    for main, copy in copies.items():
+        inner.state[copy] = inner.state.pop(main)
+        vars(copy).update(vars(main))
+    return mains
+
+
+def check_hook_after_the_clip() -> None:
+    """A step that the kernel cannot take after all is upstream's, with gradients that are clipped once."""
+    fused, plain = Run(True), Run(False)
+    for number in range(1, 6):
+        hooks = []
+        if number in (3, 4):
+            parts = [part.optimizer for run in (fused, plain) for part in run.optimizer.chained_optimizers]
+            hooks = [part.register_step_pre_hook(lambda *_: None) for part in parts if part.param_groups]
+        for run in (fused, plain):
+            run.step(number)
+        if hooks:
+            for a, b in zip(grads(fused), grads(plain), strict=True):
+                assert torch.equal(a, b), f"the gradients are not clipped once, step {number}"
+        for hook in hooks:
+            hook.remove()
+        assert_alike(fused, plain, f"hook, step {number}")
+    assert fused.own_steps == fused.own(3), "the kernel went past a hook"
+
+
 def check_zeros_counted() -> None:
     """Counting zeros reads the gradients after the clip: they are scaled, and no second time in the step."""
     options = {"log_num_zeros_in_grad": True}
@@ -296,6 +352,8 @@ CHECKS = {
     "steps": check_all_steps,
     "checkpoints": check_checkpoints,
     "moved": check_moved_tensors,
+    "replaced": check_replaced_parameters,
+    "hook": check_hook_after_the_clip,
     "zeros": check_zeros_counted,
     "skipped": check_skipped_step,
     "upstream": check_left_to_upstream,

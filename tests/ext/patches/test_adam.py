@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "fused" / "adam_megatron_check.py"
-CHECKS = ("steps", "moved", "zeros", "skipped", "upstream")
+CHECKS = ("steps", "moved", "replaced", "hook", "zeros", "skipped", "upstream")
 
 
 def test_megatron_takes_the_fused_step() -> None:
