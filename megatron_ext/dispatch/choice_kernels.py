@@ -19,7 +19,7 @@ _TILE = 2048  # elements of a tile, rows times experts
 _BLOCK = 256  # most experts of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     routing_map,  # [T, E] uint8
     probs,  # [T, E]
@@ -51,7 +51,7 @@ def _choose_kernel(
     tl.store(weights + to, tl.zeros((ROWS, KP), weights.dtype.element_ty), mask=empty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose_grad_kernel(
     ids,  # [T, K] int64
     grad_weights,  # [T, K]

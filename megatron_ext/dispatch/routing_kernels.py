@@ -22,6 +22,8 @@ _ROWS = 128  # rows of a tile
 _CHOICES = 64  # choices that a program of the counts compares at a time
 _STEPS = 8  # how often
 _BINS = 64  # most bins that it compares them with at a time
+# Not specialized on: that one of these is 1 or a multiple of 16 is worth no kernel of its own.
+_NUMBERS = ["tokens", "first", "count", "last"]
 
 
 @triton.jit
@@ -48,13 +50,13 @@ def _places(ids_pointer, tokens, first, count, size, last, K: tl.constexpr, KP: 
     return row, choice, present, tl.where((last >= 0) & (dest >= 0), moved, dest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _mark_kernel(ids, marks, tokens, first, count, size, last, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr):
     row, _choice, present, place = _places(ids, tokens, first, count, size, last, K, KP, ROWS)
     tl.store(marks + place * tokens + row, 1, mask=present & (place >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_NUMBERS, "D"])
 def _look_up_kernel(
     ids,
     running,
@@ -65,7 +67,7 @@ def _look_up_kernel(
     count,
     size,
     last,
-    D: tl.constexpr,
+    D,
     DP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -82,7 +84,7 @@ def _look_up_kernel(
     tl.store(counts + dest, (end - start).to(tl.int64), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_NUMBERS, "capacity"])
 def _fixed_slots_kernel(
     ids, slots, capacity, tokens, first, count, size, last, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -115,7 +117,7 @@ def _tally(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(
     ids,
     counted,  # [1 + W + N + E + 1] int32, zeros

@@ -18,7 +18,7 @@ from megatron_ext.dispatch.tiles import power_of_two, programs
 _ROWS = 128  # rows of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_rows"])
 def _pack_kernel(
     weights,  # [T, K]
     ids,  # [T, K] int64
@@ -47,7 +47,7 @@ def _pack_kernel(
     tl.store(halves + row * half_stride + START + half, value, mask=(row < num_rows) & (half < COUNT))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "first"])
 def _unpack_kernel(
     packed,  # [M, ...] of the weights' dtype
     halves,  # the same memory as int16

@@ -1,6 +1,6 @@
 """Compile every kernel of the dispatch for an H200 (sm_90) as its callers launch it, without a GPU.
 
-    python compile_check.py [quick]        (quick: three shapes)
+    python compile_check.py [quick | rows]        (quick: three shapes; rows: one shape, other numbers of rows)
 
 Prints each kernel with how many different ones its shapes make.
 
@@ -26,6 +26,7 @@ from megatron_ext.dispatch.wire import RowFormat
 SHAPES = ((1, 1, 1), (2, 1, 3), (8, 2, 8), (64, 2, 8), (48, 2, 6), (1024, 16, 8), (40_000, 8, 4))  # E, W, K
 TOKENS = (1, 33, 4096)
 QUICK = ((1, 1, 1), (64, 2, 8), (40_000, 8, 4))
+ROWS = (33, 48, 1, 64)  # 1 and multiples of 16 are what Triton specializes on
 
 
 class NoGpu(DriverBase):
@@ -68,12 +69,21 @@ def main() -> None:
     triton.runtime.driver.set_active(NoGpu())
     JITFunction.run = only_compile
     quick = sys.argv[1:] == ["quick"]
+    if sys.argv[1:] == ["rows"]:
+        for tokens in ROWS:
+            _call(tokens, 64, 2, 8, torch.float32)
+            print(_found(compiled))
+        return
     for num_experts, world, top_k in QUICK if quick else SHAPES:
         for tokens in TOKENS[1:2] if quick or num_experts > 1000 else TOKENS:
             every = num_experts == 64 and not quick
             for dtype in (torch.float32, torch.bfloat16, torch.float64) if every else (torch.float32,):
                 _call(tokens, num_experts, world, top_k, dtype)
-    print(", ".join(f"{name} {len(forms)}" for name, forms in sorted(compiled.items())))
+    print(_found(compiled))
+
+
+def _found(compiled: dict[str, set[str]]) -> str:
+    return ", ".join(f"{name} {len(forms)}" for name, forms in sorted(compiled.items()))
 
 
 def _call(tokens: int, num_experts: int, world: int, top_k: int, dtype: torch.dtype) -> None:

@@ -41,6 +41,19 @@ def test_kernels_compile_for_an_h200(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.timeout(300)
+def test_another_number_of_rows_compiles_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Received rows change every micro-batch: a kernel compiled amid training would make all ranks wait."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    first, *later = (dict(re.findall(r"(_\w+_kernel) (\d+)", line)) for line in
+                     _run("compile_check.py", "rows", interpret=False).splitlines())  # fmt: skip
+    assert len(first) == 12
+    assert len(later) == 3
+    # Whether all weights or choices make whole vectors is worth a form of its own.
+    by_size = {"_count_kernel", "_spread_weights_kernel", "_gather_weights_kernel"}
+    assert {name for name in first if later[-1][name] != first[name]} == by_size
+
+
+@pytest.mark.timeout(300)
 def test_a_dispatch_by_kernels_alone_equals_dense() -> None:
     assert _run("interpreted_ranks.py", "2", "4") == "4 cases equal dense on 2 ranks\n"
 
