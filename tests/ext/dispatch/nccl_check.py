@@ -1,4 +1,7 @@
-"""The random cases of `cases.py` over NCCL, one rank a GPU; started by torchrun. Prints how many were equal."""
+"""The random cases of `cases.py` over NCCL, one rank a GPU; prints how many were equal.
+
+    torchrun --standalone --nproc-per-node GPUS nccl_check.py [COUNT]
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def main() -> int:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl", device_id=device)
-    count = check(60, device)
+    count = check(int(sys.argv[1]) if len(sys.argv) > 1 else 60, device)
     if dist.get_rank() == 0:
         print(f"{count} cases equal the dense reference over {dist.get_world_size()} GPU(s)")
     dist.destroy_process_group()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import seed_ranges
 import torch
 
 from megatron_ext.dispatch.rows import copy_rows, gather_weights, spread_rows, spread_weights, sum_rows
@@ -66,10 +64,16 @@ def test_spread_and_sum_are_adjoint() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_triton_kernels_equal_the_torch_path_bit_for_bit() -> None:
-    """In a process of its own: Triton reads the interpreter switch when it is imported."""
-    script = Path(__file__).with_name("kernel_check.py")
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, str(script), "cpu"], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cases equal" in done.stdout
+def test_triton_kernels_equal_the_torch_path_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own: Triton reads the interpreter switch when it is imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    printed = seed_ranges.run(Path(__file__).with_name("kernel_check.py"), "cpu", 30, processes=2)
+    assert printed == ["15 cases equal on cpu"] * 2
+
+
+def test_a_failing_range_of_seeds_fails_with_what_it_printed(tmp_path: Path) -> None:
+    script = tmp_path / "check.py"
+    script.write_text("import sys; print(*sys.argv[1:]); sys.exit(sys.argv[2] == '1')")
+    assert seed_ranges.run(script, "cpu", 2, processes=1) == ["cpu 0 2"]
+    with pytest.raises(AssertionError, match=r"^cpu 1 3\n$"):
+        seed_ranges.run(script, "cpu", 5, processes=3)

@@ -103,7 +103,7 @@ def check_rows(seed: int, device: str) -> None:
 def main() -> int:
     """Run the cases."""
     device = sys.argv[1]
-    seeds = range(*(int(word) for word in sys.argv[2:4] or (0, 200 if device == "cuda" else 20)))
+    seeds = range(*(int(word) for word in sys.argv[2:4] or (0, 20)))
     for seed in seeds:
         check_tokens(seed, device)
         check_rows(seed, device)
