@@ -3,12 +3,13 @@ SHELL := bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
 
-.PHONY: help setup venv demo test test-ranks test-nightly lint docs wheel lock clean
+.PHONY: help setup venv demo test test-ranks test-nightly test-gpu lint docs wheel lock clean
 
 help:
 	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
 	@echo "make test    set everything up, then run the tests"
 	@echo "make test-ranks  the tests on many processes over gloo"
+	@echo "make test-gpu  the tests that need a GPU (one, or two)"
 	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
 	@echo "make lint    ruff, mypy, hadolint, shellcheck"
 	@echo "make docs    the API reference from the docstrings: build/api/index.html"
@@ -36,6 +37,9 @@ test-ranks: setup
 test-nightly: setup
 	@bash tools/setup/system.sh
 	@$(PY) -m pytest tests -m "nightly and not gpu" --durations=20
+
+test-gpu: setup
+	@PYTHON=$(CURDIR)/$(PY) bash tests/gpu/run.sh
 
 lint: venv
 	@.venv/bin/ruff check .

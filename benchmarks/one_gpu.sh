@@ -43,6 +43,6 @@ asked profile && part profile 90 '^step|^  ' "$python" "$here/gpu_profile.py" --
   --json "$out/profile.json"
 asked observe && part observe 170 'ms |MB |longer' "$python" "$here/observe_overhead.py" --device cuda \
   --json "$out/observe_overhead.json"
-asked tests && part tests 480 '^passed|^failed|^E  |[0-9] passed|[0-9] failed|values' "$python" -m pytest "$root/tests/gpu" -m gpu -q -s \
-  --ignore="$root/tests/gpu/test_two_gpus.py" -p no:cacheprovider --timeout 200 --durations 12
+asked tests && part tests 480 '^passed|^failed|^E  |[0-9] passed|[0-9] failed|values|cases' env PYTHON="$python" bash \
+  "$root/tests/gpu/run.sh" "$root/tests/gpu" --ignore="$root/tests/gpu/test_two_gpus.py"
 exit 0

@@ -29,8 +29,8 @@ passes() { # kernels against copies, on a GPU that does nothing else
 }
 
 kernels() { # the tests of the kernels alone, before anything relies on them
-  timeout 150 "$python" -m pytest "$here/../tests/gpu/test_dispatch_kernels.py" "$here/../tests/gpu/test_fused_pieces.py" \
-    -m gpu -q -s -p no:cacheprovider
+  PYTHON=$python timeout 150 bash "$here/../tests/gpu/run.sh" \
+    "$here/../tests/gpu/test_dispatch_kernels.py" "$here/../tests/gpu/test_fused_pieces.py"
 }
 
 lane() { # GPU PART ...

@@ -31,10 +31,11 @@ trap 'rm -rf "$work"' EXIT
 get() { "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
   --platform manylinux2014_x86_64 --platform any -d "$@"; }
-# Of our own lock, what that machine lacks: tables, the report, fast JSON.
+# Of our own lock, what that machine lacks: tables, the report, fast JSON, tests side by side.
 locked() { for name in "$@"; do grep -hoE "^$name==[^ ;]+" "$root"/tools/requirements/*.txt | head -n 1; done; }
 if [ ! -f "$out/site.tar.xz" ]; then
-  mapfile -t own < <(locked orjson rich markdown-it-py mdurl pygments bokeh narwhals pillow tornado xyzservices)
+  mapfile -t own < <(locked orjson rich markdown-it-py mdurl pygments bokeh narwhals pillow tornado xyzservices \
+    pytest-xdist execnet)
   mkdir "$work/wheels"
   get "$work/wheels" "transformer-engine==$version" "transformer-engine-cu13==$version" omegaconf==2.4.0 \
     pydantic==2.12.4 pydantic-core==2.41.5 annotated-types==0.8.0 typing-inspection==0.4.5 importlib-metadata==10.2.0 \

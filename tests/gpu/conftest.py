@@ -1,4 +1,7 @@
-"""Each test's seconds, and a failure's text, as soon as it ends: time on a lent GPU may end before pytest's summary."""
+"""Each test's seconds, what it printed and a failure's text as soon as it ends.
+
+Time on a lent GPU may end before pytest's summary. `run.sh` runs them side by side on one card.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +20,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if reporter is None or (report.when != "call" and not report.failed):
         return
     text = f"\n{report.outcome} {report.nodeid.rpartition('/')[2]} ({report.when}, {report.duration:.0f} s)\n"
+    text += "" if report.failed else report.capstdout
     reporter.write(text + (f"{report.longreprtext[-4000:]}\n" if report.failed else ""))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ("swiglu_check.py", "megatron_check.py", "adam_check.py", "adam_megatron_check.py")
 
 
 def _relative(out: torch.Tensor, reference: torch.Tensor) -> float:
@@ -53,13 +55,25 @@ def test_te_cross_entropy_equals_the_fp32_loss_and_gradient() -> None:
     assert _relative(logits.grad, exact.grad) < 5e-3
 
 
-@pytest.mark.parametrize(
-    "script", ["swiglu_check.py", "megatron_check.py", "adam_check.py", "adam_megatron_check.py"]
-)
-def test_kernels_pass_the_checks_of_the_cpu_tests_compiled(script: str) -> None:
+def _check(script: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "ext" / "fused" / script), "cuda"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All at once: each imports and compiles for most of its time."""
+    with ThreadPoolExecutor(len(CHECKS)) as pool:
+        yield {script: pool.submit(_check, script) for script in CHECKS}
+
+
+@pytest.mark.parametrize("script", CHECKS)
+def test_kernels_pass_the_checks_of_the_cpu_tests_compiled(
+    script: str, checks: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    done = checks[script].result()
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     print(done.stdout.strip())
 

@@ -73,7 +73,6 @@ def test_kernels_gaps_and_waits_of_a_real_trace(profiled, capsys):
     assert found.idle_after_wait_ns >= found.gaps[0].took_ns
     assert main(["trace", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"][0]["span_ns"] == found.span_ns
-    with capsys.disabled():
-        gap = found.gaps[0]
-        print(f"\ntrace: {found.span_ns / 1e6:.1f} ms, {len(names)} kernels by name, waits {sorted(calls)}")
-        print(f"trace: gap {gap.took_ns / 1e6:.1f} ms, {gap.before} to {gap.after}: {gap.host}, after {gap.wait}")
+    gap = found.gaps[0]
+    print(f"trace: {found.span_ns / 1e6:.1f} ms, {len(names)} kernels by name, waits {sorted(calls)}")
+    print(f"trace: gap {gap.took_ns / 1e6:.1f} ms, {gap.before} to {gap.after}: {gap.host}, after {gap.wait}")

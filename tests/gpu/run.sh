@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# tests/gpu in one command, within 8 minutes on one H200: side by side on the card where pytest-xdist is installed.
+#   bash tests/gpu/run.sh [FILES AND PYTEST OPTIONS ...]        (all of tests/gpu by default)
+# Environment: PYTHON; PROCESSES (of pytest, 8 by default; 0: one test after the other).
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+[ $# -gt 0 ] || set -- "$here"
+spread=()
+# A file is one process's, since its tests share fixtures; at 8, no file waits for another.
+if "$python" -c 'import xdist' 2>/dev/null; then
+  spread=(-n "${PROCESSES:-8}" --dist loadfile)
+fi
+cd "$here/../.."
+exec "$python" -m pytest "${spread[@]}" -m gpu -q -p no:cacheprovider --timeout 240 --durations 12 "$@"
