@@ -5,10 +5,11 @@ row's copies are read, added in fp32 in column order, and written once).
 Both move whole rows of a few KiB; the goal is the speed of a copy. A program of `spread_rows` takes one row; one of
 `sum_rows` takes as many rows as have `Tile.copies` copies: with two copies a row, one row would leave too few loads in
 flight to hide the way from slot to row. Row strides are passed in units of 16 bytes where they are multiples of it, so
-that the compiler sees the alignment and loads 16 bytes a thread even when a packed row is no power of two. Numbers of rows are not specialized on, here and in
-the other kernels (but where whole vectors depend on it): with expert parallelism they change every micro-batch, and one
-more form would be compiled amid training.
+that the compiler sees the alignment and loads 16 bytes a thread even when a packed row is no power of two.
 `benchmarks/dispatch_kernels.py` measures them against a copy.
+
+Numbers of rows are not specialized on, here and in the other kernels (but where whole vectors depend on it): with
+expert parallelism they change every micro-batch, and one more form would be compiled amid training.
 """
 
 from __future__ import annotations
