@@ -11,5 +11,4 @@ spread=()
 if "$python" -c 'import xdist' 2>/dev/null; then
   spread=(-n "${PROCESSES:-8}" --dist loadfile)
 fi
-cd "$here/../.."
 exec "$python" -m pytest "${spread[@]}" -m gpu -q -p no:cacheprovider --timeout 240 --durations 12 "$@"

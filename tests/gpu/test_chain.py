@@ -45,7 +45,7 @@ def _train(*flags: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "megatron_ext.cli", "train", "--device", "cuda", "--", *MODEL, *flags]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout
 

@@ -40,7 +40,7 @@ def _run(device: str, run: Path, *flags: str) -> dict[str, float]:
     command += ["-m", "megatron_ext.cli", "train", "--device", device, "--", *FLAGS, *flags]
     command += ["--moe-ext-run-dir", str(run)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found: dict[str, float] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():

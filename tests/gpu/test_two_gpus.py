@@ -24,7 +24,7 @@ PLACES = (TESTS.parent, TESTS, *(TESTS / name for name in ("ranks", "ext/dispatc
 CHECKS = ("transfers", "layers", "monitor", "upcycling", "checkpoints")
 
 
-def run(*checks: str, timeout: float = 280) -> str:
+def run(*checks: str, timeout: float = 220) -> str:
     """Start the job on two ranks and return what it printed.
 
     Raises:
