@@ -4,7 +4,8 @@
 #   DATA=MANIFEST UPSTREAM=TREE bash benchmarks/one_gpu.sh OUT [PART ...]     PART: step loss forced profile observe tests
 # step: upstream, preset and dense in turn, three times (about 250 s). loss: 200 steps of upstream and preset (about 420 s).
 # DATA: manifest.json of `megatron-moe tokenize`. UPSTREAM: unpatched tree with its dataset helper compiled and a makefile
-# beside it. STEP_PLAN, STEP_SECONDS: another plan (of gpu_step.py) and limit for step. benchmarks/carry brings both, and the newer cuBLAS that the preset profits from, to a machine without network.
+# beside it. benchmarks/carry brings both, and the newer cuBLAS that the preset profits from, to a machine without network.
+# STEP_PLAN, STEP_SECONDS: another plan (of gpu_step.py) and limit for step.
 set -uo pipefail
 out=${1:?usage: one_gpu.sh OUT [PART ...]}
 shift
