@@ -61,6 +61,8 @@ FORCED = ["--moe-router-force-load-balancing"]
 DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "dedup"]
 # Attention and router launched as one graph each way: the host has that much less to do between two dispatches.
 GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2", "--cuda-graph-modules"]
+# The experts' weight gradients while their input gradients travel home.
+WGRAD = ["--overlap-dispatch-backward-with-experts-wgrad"]
 # One micro-batch's exchange under another's compute.
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
@@ -135,6 +137,9 @@ def _named() -> dict[str, Variant]:
         "preset-selective": Variant((*fast, *SELECTIVE)),
         "preset-expandable": Variant(fast, environment=expandable),
         "preset-dedup-selective": Variant((*fast, *DEDUP, *SELECTIVE)),
+        "preset-dedup-wgrad": Variant((*fast, *DEDUP, *WGRAD)),
+        "preset-dedup-expandable": Variant((*fast, *DEDUP), environment=expandable),
+        "preset-dedup-wgrad-expandable": Variant((*fast, *DEDUP, *WGRAD), environment=expandable),
     }
 
 

@@ -4,7 +4,8 @@
 # Environment: DATA (manifest.json of `megatron-moe tokenize`; mock data without), UPSTREAM (unpatched tree with its
 # dataset helper compiled; upstream's variants need it), WHEEL (folder of DeepEP's unpacked wheel), NCCL (lib and include
 # of 2.30.4 or later, for DeepEP's newer interface), PLAN (of gpu_step.py), MODEL_SECONDS (no further run of the model
-# starts after so many), DEVICE=cpu (rehearses with toys over gloo), PYTHON.
+# starts after so many), TRACE_OF, TRACE_LAYERS, TRACE_AT (what is traced: variant, layers, micro-batch), DEVICE=cpu (rehearses
+# with toys over gloo), PYTHON.
 set -uo pipefail
 out=${1:?usage: two_gpus.sh OUT [PART ...]}
 shift
@@ -78,7 +79,8 @@ if asked memory; then
 fi
 if asked trace; then
   profile="--profile --use-pytorch-profiler --profile-step-start 4 --profile-step-end 6"
-  ahead trace 900 "$python" "$here/gpu_step.py" --ranks 2 --layers 4 --steps 7 "${toy[@]}" "${data[@]}" --plan profiled@8 \
+  ahead trace 900 "$python" "$here/gpu_step.py" --ranks 2 --layers "${TRACE_LAYERS:-4}" --steps 7 "${toy[@]}" "${data[@]}" \
+    --plan "profiled@${TRACE_AT:-8}" \
     --also "profiled=${TRACE_OF:-preset-dedup} $profile --tensorboard-dir $out/trace/tensorboard" --limit 70 --work "$work/trace"
   trace=$!
 fi
