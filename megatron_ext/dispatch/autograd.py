@@ -15,6 +15,7 @@ only slot tables.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from megatron_ext.dispatch import routing
 from megatron_ext.dispatch.engine import Engine, Handle
 from megatron_ext.dispatch.rows import gather_weights, spread_rows, spread_weights, sum_rows
+
+_SPARE = 16  # one row more for so many: a guess that is too low costs a second copy, spare rows cost memory
 
 
 class _Box:
@@ -78,18 +81,30 @@ class _Combine(torch.autograd.Function):
         return ctx.engine.send_rows(grad.contiguous(), ctx.handle), None, None
 
 
+def _spread(rows: Tensor, weights: Tensor, slots: Tensor, total: int, gaps: bool) -> tuple[Tensor, Tensor]:
+    # Gap rows belong to no token: zeros, so that the experts make zeros of them.
+    out = (rows.new_zeros if gaps else rows.new_empty)(total, rows.shape[1])
+    flat = (weights.new_zeros if gaps else weights.new_empty)(total)
+    spread_rows(rows, slots, out)
+    spread_weights(weights, slots, flat)
+    return out, flat
+
+
 class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, slots: Tensor, total: int, gaps: bool
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        slots: Tensor,
+        total: int,
+        gaps: bool,
+        ahead: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.slots = slots
-        # Gap rows belong to no token: zeros, so that the experts make zeros of them.
-        out = (rows.new_zeros if gaps else rows.new_empty)(total, rows.shape[1])
-        flat = (weights.new_zeros if gaps else weights.new_empty)(total)
-        spread_rows(rows, slots, out)
-        spread_weights(weights, slots, flat)
-        return out, flat
+        if ahead is not None and total <= len(ahead[0]):
+            return ahead[0][:total], ahead[1][:total]
+        return _spread(rows, weights, slots, total, gaps)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_flat: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,7 +116,7 @@ class _ToExperts(torch.autograd.Function):
             sum_rows(slots, grad_out, None, grad_rows)
         if ctx.needs_input_grad[1]:
             grad_weights = gather_weights(grad_flat, slots)
-        return grad_rows, grad_weights, None, None, None
+        return grad_rows, grad_weights, None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -140,8 +155,31 @@ def combine(engine: Engine, rows: Tensor, handle: Handle) -> Tensor:
     return _Combine.apply(rows, engine, handle)
 
 
+@dataclass
+class Room:
+    """How many rows the experts of a layer get, as far as that can be told before the counts are there.
+
+    A layer gets about as many as in the micro-batch before.
+
+    Args:
+        rows: Those of the last micro-batch; 0: nothing is known, or no guess is wanted.
+    """
+
+    rows: int = 0
+
+    def guess(self, most: int) -> int:
+        """A number that the next micro-batch seldom exceeds, at most `most`."""
+        return min(self.rows + self.rows // _SPARE, most)
+
+
 def to_experts(
-    rows: Tensor, weights: Tensor, handle: Handle, *, align: int = 0, counts_on_device: bool = False
+    rows: Tensor,
+    weights: Tensor,
+    handle: Handle,
+    *,
+    align: int = 0,
+    counts_on_device: bool = False,
+    room: Room | None = None,
 ) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
     """Lay received rows out for the experts: by expert, then by received row.
 
@@ -151,6 +189,10 @@ def to_experts(
         handle: The dispatch's handle.
         align: Pad every expert's rows to a multiple of this with zero rows of weight zero (0: none).
         counts_on_device: As in `order_rows`.
+        room: What is known of this layer's rows, kept from one micro-batch to the next. Where the counts are still on
+            their way, the rows are then laid out before, in room for as many as guessed, so that a GPU has no gap
+            while the host comes back from the wait; should they not fit, they are laid out anew. The answer is the
+            same.
 
     Returns:
         Expert rows [R, H], their weights [R], the order, and the rows of each local expert [L] int64 on
@@ -158,8 +200,19 @@ def to_experts(
     """
     # The table before the wait: the GPU has it to do while the host learns how many rows there are.
     table = routing.expert_slots(handle.ids, handle.layout.num_local_experts, align=align)
+    ahead = None
+    if room is not None and room.rows and not handle.counts.known:
+        ahead = _lay_ahead(rows, weights, table.slots, room.guess(table.slots.numel()), gaps=align > 1)
     counts = torch.from_numpy(handle.counts.wait().tokens_per_local_expert())
-    return _lay_out(rows, weights, table, counts, align=align, counts_on_device=counts_on_device)
+    laid_out = _lay_out(rows, weights, table, counts, align, counts_on_device, ahead)
+    if room is not None:
+        room.rows = laid_out[2].rows
+    return laid_out
+
+
+def _lay_ahead(rows: Tensor, weights: Tensor, slots: Tensor, size: int, *, gaps: bool) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return _spread(rows, weights, torch.where(slots < size, slots, -1), size, gaps)
 
 
 def order_rows(
@@ -183,16 +236,22 @@ def order_rows(
             wait for no copy.
     """
     table = routing.expert_slots(local_ids, len(counts), align=align)
-    return _lay_out(rows, weights, table, counts, align=align, counts_on_device=counts_on_device)
+    return _lay_out(rows, weights, table, counts, align, counts_on_device)
 
 
 def _lay_out(
-    rows: Tensor, weights: Tensor, table: routing.SlotTable, counts: Tensor, *, align: int, counts_on_device: bool
+    rows: Tensor,
+    weights: Tensor,
+    table: routing.SlotTable,
+    counts: Tensor,
+    align: int,
+    counts_on_device: bool,
+    ahead: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, routing.ExpertOrder, Tensor]:
     if align > 1:
         counts = (counts + align - 1) // align * align
     order = routing.ExpertOrder(table.slots, sum(counts.tolist()))
-    out, flat = _ToExperts.apply(rows, weights, order.slots, order.rows, align > 1)
+    out, flat = _ToExperts.apply(rows, weights, order.slots, order.rows, align > 1, ahead)
     return out, flat, order, table.counts if counts_on_device else counts
 
 

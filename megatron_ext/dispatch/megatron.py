@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.dispatch import publish, report
-from megatron_ext.dispatch.autograd import combine, dispatch, to_experts
+from megatron_ext.dispatch.autograd import Room, combine, dispatch, to_experts
 from megatron_ext.dispatch.counters import traffic
 from megatron_ext.dispatch.engine import Engine, Handle
 from megatron_ext.dispatch.errors import DispatchError
@@ -45,6 +45,7 @@ class RowManager(FlexManager):
         static = _static(setup.options, setup.max_tokens, cheap=cheap)
         self._engine = Engine(layout, groups, static=static, capacity=setup.max_tokens)
         self._handle: Handle | None = None
+        self._room = Room()
         asked = "twohop" if two_hops else "dedup"
         report.note(asked, self._engine, placement, config.num_moe_experts, config.moe_router_topk)
 
@@ -69,6 +70,7 @@ class RowManager(FlexManager):
             self._handle,
             align=self._align,
             counts_on_device=self._counts_on_device,
+            room=self._room,
         )
         return rows, weights
 

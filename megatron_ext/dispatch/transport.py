@@ -70,6 +70,11 @@ class PendingCounts:
     event: Any
     _counts: Counts | None = field(default=None, repr=False)
 
+    @property
+    def known(self) -> bool:
+        """Whether the host has them already."""
+        return self._counts is not None
+
     def wait(self) -> Counts:
         """Return the checked counts. The only host synchronization of a dispatch."""
         if self._counts is None:

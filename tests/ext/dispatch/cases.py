@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.dispatch.autograd import combine, dispatch, from_experts, to_experts
+from megatron_ext.dispatch.autograd import Room, combine, dispatch, from_experts, to_experts
 from megatron_ext.dispatch.engine import Engine
 from megatron_ext.dispatch.layout import Layout
 from megatron_ext.dispatch.reference import dense_moe
@@ -138,14 +138,21 @@ def run_dispatcher(case: Case, data: Data, rank: int, groups: Groups) -> list[Te
     layout = Layout(case.ep, rank, case.num_local_experts, case.ranks_per_node)
     engine = Engine(layout, groups, static=case.static, capacity=max(case.tokens))
     first = rank * case.num_local_experts
+    last = first + case.num_local_experts
+    served = sum(int(((ids >= first) & (ids < last)).sum()) for ids in data.ids)
     x, weights = data.x[rank].clone().requires_grad_(), data.weights[rank].clone().requires_grad_()
-    mine = data.experts[first : first + case.num_local_experts].clone().requires_grad_()
+    mine = data.experts[first:last].clone().requires_grad_()
 
     def layer(x: Tensor, weights: Tensor, mine: Tensor) -> Tensor:
         rows, row_weights, handle = dispatch(engine, x, data.ids[rank], weights)
         # Every other case takes the counts where the rows are, as experts do that read them there.
         on_device = case.seed % 2 == 1
-        out, flat, order, counts = to_experts(rows, row_weights, handle, align=case.align, counts_on_device=on_device)
+        # No guess, too little room, room for the rows without gaps, and for all with some to spare.
+        room = Room((0, 1, served, served + case.num_local_experts * case.align + 5)[case.seed % 4])
+        out, flat, order, counts = to_experts(
+            rows, row_weights, handle, align=case.align, counts_on_device=on_device, room=room
+        )
+        assert room.rows == len(out) == len(flat)
         assert counts.is_cuda == (on_device and x.is_cuda)
         assert not case.align or (counts % case.align == 0).all()
         parts = [
