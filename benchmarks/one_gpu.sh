@@ -2,10 +2,10 @@
 # What is measured on one GPU, part after part, each with a limit, few lines printed. On a machine of two, run other parts
 # on the other one beside it (CUDA_VISIBLE_DEVICES).
 #   DATA=MANIFEST UPSTREAM=TREE bash benchmarks/one_gpu.sh OUT [PART ...]     PART: step loss forced profile observe tests
-# step: upstream, preset and dense in turn, three times (about 250 s). loss: 200 steps of upstream and preset (about 420 s).
+# step: upstream, preset and dense in turn, three times (about 370 s). loss: 200 steps of upstream and preset (about 420 s).
 # DATA: manifest.json of `megatron-moe tokenize`. UPSTREAM: unpatched tree with its dataset helper compiled and a makefile
 # beside it. benchmarks/carry brings both, and the newer cuBLAS that the preset profits from, to a machine without network.
-# STEP_PLAN, STEP_SECONDS: another plan (of gpu_step.py) and limit for step.
+# STEP_PLAN, STEP_SECONDS: another plan (of gpu_step.py) and limit for step; MORE_PLAN, MORE_SECONDS: those of the part `more`.
 set -uo pipefail
 out=${1:?usage: one_gpu.sh OUT [PART ...]}
 shift
@@ -38,6 +38,7 @@ steps() { # NAME SECONDS PLAN OPTIONS...
 
 turn=upstream@8,preset@16,preset-dense@16
 asked step && steps step "${STEP_SECONDS:-400}" "${STEP_PLAN:-$turn,$turn,$turn}" --steps 7 --limit 100
+asked more && steps more "${MORE_SECONDS:-200}" "${MORE_PLAN:?set MORE_PLAN to a plan of gpu_step.py}" --steps 7 --limit 100
 asked loss && steps loss 560 upstream@8,preset@16 --steps 200 --global-batch 16 --limit 330
 asked forced && steps forced 120 upstream-forced@8,preset-forced@16 --steps 7 --limit 100
 asked profile && part profile 90 '^step|^  ' "$python" "$here/gpu_profile.py" --data "$DATA" --micro-batch 16 \
