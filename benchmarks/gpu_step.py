@@ -63,8 +63,6 @@ DEDUP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend",
 GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2", "--cuda-graph-modules"]
 # The experts' weight gradients while their input gradients travel home.
 WGRAD = ["--overlap-dispatch-backward-with-experts-wgrad"]
-# Python's collections where the host waits anyway.
-GARBAGE = ["--moe-ext-garbage", "step"]
 # One micro-batch's exchange under another's compute.
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
@@ -141,8 +139,7 @@ def _named() -> dict[str, Variant]:
         "preset-dedup-selective": Variant((*fast, *DEDUP, *SELECTIVE)),
         "preset-dedup-wgrad": Variant((*fast, *DEDUP, *WGRAD)),
         "preset-dedup-expandable": Variant((*fast, *DEDUP), environment=expandable),
-        "preset-dedup-forced-expandable": Variant((*fast, *DEDUP, *FORCED), environment=expandable),
-        "preset-dedup-garbage-expandable": Variant((*fast, *DEDUP, *GARBAGE), environment=expandable),
+        "preset-dedup-wgrad-expandable": Variant((*fast, *DEDUP, *WGRAD), environment=expandable),
     }
 
 

@@ -26,7 +26,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_ext.runtime import heap, hooks
+from megatron_ext.runtime import hooks
 
 # What the model's forward takes; the dataset's other fields (dataset_id) go to the hooks.
 _FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -107,7 +107,6 @@ def language_model_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> 
     loss = torch.dot(token_losses.reshape(-1).float(), mask)
     num_tokens = mask.sum().detach().to(torch.int)
     _reject_unusable(loss)
-    heap.loss_made(loss, get_num_microbatches())
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.to(loss.dtype)))}
 
 

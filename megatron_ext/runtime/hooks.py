@@ -117,7 +117,7 @@ def batch_read(sample: Mapping[str, Any]) -> None:
 def step_end(iteration: int) -> None:
     """Close a training step on every rank; the monitor decides whether this step is reduced and written."""
     _session.last_step = iteration
-    heap.step_end()
+    heap.freeze_once()
     if _session.monitor is not None:
         _guarded("monitor", "step_end", lambda: _session.monitor.step_end(iteration))
     if _session.dispatch is not None:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_ext.errors import UserError
-from megatron_ext.runtime import adam, cpu, device, heap, hooks, preset
+from megatron_ext.runtime import adam, cpu, device, hooks, preset
 
 # Subjects of upstream's pretrain_gpt.py that this entry point leaves to it.
 _NOT_HERE = {
@@ -50,7 +50,7 @@ def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
     from megatron_ext import data, dispatch, experts, observe, preflight, tracking, upcycle
 
-    for room in (tracking, observe, data, dispatch, experts, upcycle, preflight, preset, adam, heap):
+    for room in (tracking, observe, data, dispatch, experts, upcycle, preflight, preset, adam):
         room.add_arguments(parser)
     return parser
 
@@ -125,7 +125,6 @@ def _pretrain(args: Namespace) -> None:
     dispatch.configure(args)
     experts.configure(args)
     adam.configure(args)
-    heap.configure(args)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
