@@ -58,9 +58,11 @@ class Started:
         return "".join(path.read_text(errors="replace") for path in paths)
 
     def open_gate(self) -> None:
-        """Let the ranks go on."""
+        """Let the ranks go on, with the port where they shall meet: one chosen at their start may be taken by now."""
         self.opened = time.monotonic()
-        (self.folder / "go").touch()
+        written = self.folder / "go.new"
+        written.write_text(str(_free_port()))
+        written.rename(self.folder / "go")
 
     def complete(self) -> bool:
         """Whether the last step has been printed, and the memory after it: another rank's line, or a later one."""
@@ -98,13 +100,13 @@ def start(job: Job, folder: Path) -> Started:
     """Start the ranks of a job up to their gate, `folder/go`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "go").unlink(missing_ok=True)
-    world, port = len(job.gpus), _free_port()
+    world = len(job.gpus)
     command = [sys.executable, str(ROOT / "benchmarks" / "gated_start.py"), str(folder / "go"), *job.words]
     ranks = []
     for rank, gpu in enumerate(job.gpus):
         # A rank finds its GPU by LOCAL_RANK. One GPU a job is made the only one, so that two jobs can share a machine.
         alone = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if world == 1 else {}
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1", **alone, **job.environment}
         environment |= {name: str(value) for name, value in place.items()}
         with (folder / f"rank{rank}.txt").open("wb") as out:

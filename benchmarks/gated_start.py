@@ -2,12 +2,14 @@
 
     python benchmarks/gated_start.py GATE SCRIPT ARGUMENTS...
 
-Nothing touches the GPU before GATE exists, so what runs meanwhile has it alone.
+Nothing touches the GPU before GATE exists, so what runs meanwhile has it alone. GATE holds the port where the ranks
+meet.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
 import time
@@ -24,6 +26,7 @@ def main() -> None:
         importlib.import_module(name)
     while not Path(gate).exists():
         time.sleep(0.05)
+    os.environ["MASTER_PORT"] = Path(gate).read_text()
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
 

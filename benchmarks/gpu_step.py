@@ -118,9 +118,7 @@ def _named() -> dict[str, Variant]:
         "preset-monitor": Variant((*fast, *MONITOR)),
         "preset-dedup": Variant((*fast, *DEDUP)),
         "preset-dedup-forced": Variant((*fast, *DEDUP, *FORCED)),
-        "preset-graphs": Variant((*fast, *GRAPHS, "attn", "moe_router")),
         "preset-dedup-graphs": Variant((*fast, *DEDUP, *GRAPHS, "attn", "moe_router")),
-        "preset-dedup-attn-graphs": Variant((*fast, *DEDUP, *GRAPHS, "attn")),
         "preset-overlap": Variant((*fast, *OVERLAP)),
         "preset-dedup-overlap": Variant((*fast, *DEDUP, *OVERLAP)),
         # One setting of the preset taken back, to see what it is worth.
@@ -139,6 +137,7 @@ def _named() -> dict[str, Variant]:
         "preset-dedup-selective": Variant((*fast, *DEDUP, *SELECTIVE)),
         "preset-dedup-wgrad": Variant((*fast, *DEDUP, *WGRAD)),
         "preset-dedup-expandable": Variant((*fast, *DEDUP), environment=expandable),
+        "preset-dedup-forced-expandable": Variant((*fast, *DEDUP, *FORCED), environment=expandable),
         "preset-dedup-wgrad-expandable": Variant((*fast, *DEDUP, *WGRAD), environment=expandable),
     }
 
