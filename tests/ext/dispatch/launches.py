@@ -3,7 +3,8 @@
     TRITON_INTERPRET=1 MOE_EXT_DISPATCH_KERNELS=interpret python launches.py
 
 Two gloo ranks, Triton's kernels interpreted. Counted are torch operators that write (no views, no bare allocations),
-collectives and calls of a Triton kernel; a GPU adds the copy of the counts to the host. Prints one line a form.
+collectives and calls of a Triton kernel; a GPU adds the copy of the counts to the host. Prints one line a form; of the
+static one also that of a layer's first micro-batch, in which no rows are laid out ahead of their counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gloo_world import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from megatron_ext.dispatch.autograd import choose, dispatch, to_experts
+from megatron_ext.dispatch.autograd import Room, choose, dispatch, to_experts
 from megatron_ext.dispatch.engine import Engine
 from megatron_ext.dispatch.layout import Layout
 from megatron_ext.dispatch.transport import Groups
@@ -61,8 +62,8 @@ class Launches(TorchDispatchMode):
         interpreter.GridExecutor.__call__ = self._run
 
 
-def count(rank: int, world: int, static: bool) -> dict[str, int]:
-    """One forward on this rank, by name."""
+def count(rank: int, world: int, static: bool, guess: int) -> dict[str, int]:
+    """One forward on this rank, by name; `guess`: the experts' rows in the micro-batch before, 0 for the first."""
     made = torch.Generator().manual_seed(rank)
     scores = torch.rand(TOKENS, EXPERTS, generator=made)
     routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, scores.topk(TOP_K).indices, True)
@@ -72,15 +73,15 @@ def count(rank: int, world: int, static: bool) -> dict[str, int]:
     with Launches() as launches:
         ids, weights = choose(routing_map, probs, TOP_K)
         rows, row_weights, handle = dispatch(engine, x, ids, weights)
-        to_experts(rows, row_weights, handle, counts_on_device=True)
+        to_experts(rows, row_weights, handle, counts_on_device=True, room=Room(guess))
     return dict(launches.seen)
 
 
 def main() -> None:
-    for static in (True, False):
-        seen = run_ranks(count, 2, static)[0]
+    for form, static, guess in (("first", True, 0), ("static", True, TOKENS * TOP_K), ("alltoallv", False, 0)):
+        seen = run_ranks(count, 2, static, guess)[0]
         parts = ", ".join(f"{name} {number}" for name, number in seen.items())
-        print(f"{'static' if static else 'alltoallv'}: {sum(seen.values())} launches: {parts}")
+        print(f"{form}: {sum(seen.values())} launches: {parts}")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,11 @@ def _run(script: str, *words: str, interpret: bool = True) -> str:
 def test_a_forward_takes_few_launches() -> None:
     """71 and 50 before their arithmetic was put together: the host could not launch them as fast as a GPU ran them."""
     found = re.findall(r"(\w+): (\d+) launches", _run("launches.py"))
-    assert [form for form, _ in found] == ["static", "alltoallv"]
-    assert int(found[0][1]) <= 15
-    assert int(found[1][1]) <= 19
+    assert [form for form, _ in found] == ["first", "static", "alltoallv"]
+    first, static, alltoallv = (int(number) for _, number in found)
+    assert first <= 15
+    assert static <= 18
+    assert alltoallv <= 19
 
 
 @pytest.mark.timeout(300)
