@@ -79,15 +79,16 @@ train() {  # NAME LAST-STEP FLAGS...
   }
 }
 
-progress() {  # Every tenth step and every held-out loss, one line each.
+progress() {  # Every tenth step and every held-out loss, one line each; the last, on further batches, is the table's.
   awk -v run="$1" '
     match($0, /iteration +[0-9]+\/ +[0-9]+ /) {
       split(substr($0, RSTART, RLENGTH), part, /[\/ ]+/); step = part[2]; last = part[3]
       match($0, /lm loss: [0-9.E+-]+/); loss = substr($0, RSTART + 9, RLENGTH - 9)
       if (step % 10 == 0 || step == 1) { printf "  %-16s step %4d of %d   loss %.3f\n", run, step, last, loss; fflush() }
     }
-    /validation loss at iteration [0-9]+ \|/ {
-      match($0, /value: [0-9.E+-]+/); printf "  %-16s held-out loss %.3f\n", run, substr($0, RSTART + 7, RLENGTH - 7); fflush()
+    /validation loss at iteration [0-9]+( on validation set)? \|/ {
+      end = /on validation set/ ? ", after training" : ""; match($0, /value: [0-9.E+-]+/)
+      printf "  %-16s held-out loss %.3f%s\n", run, substr($0, RSTART + 7, RLENGTH - 7), end; fflush()
     }'
 }
 

@@ -6,6 +6,11 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- "$here"
+# Else every test fails in its own words.
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+  echo "run.sh: torch finds no GPU here; make test has the tests that need none" >&2
+  exit 69
+}
 spread=()
 # A file is one process's, since its tests share fixtures; at 8, no file waits for another.
 if "$python" -c 'import xdist' 2>/dev/null; then
