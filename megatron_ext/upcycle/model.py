@@ -18,7 +18,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.runtime import cpu
 from megatron_ext.upcycle.layout import MLP, decoder_layer, understand
-from megatron_ext.upcycle.offline import NORM
+from megatron_ext.upcycle.offline import NORM, OWN_NORM
 from megatron_ext.upcycle.source import Source, missing
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -196,8 +196,8 @@ def _tensors(state: Any, kind: type) -> Iterator[Any]:
 def _place(source: Source, key: str, offsets: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Return where a checkpoint keeps what the model calls `key` at `offsets`.
 
-    A checkpoint may store layers stacked or one by one (whatever the arguments suggest), and Transformer Engine's MoE
-    layers have the norm before the experts under its own name (see `offline.new_short`).
+    A checkpoint may store layers stacked or one by one (whatever the arguments suggest), and the norm before the
+    experts under its own name or, from older local layers, under that of dense ones (see `offline.new_short`).
 
     Raises:
         UserError: It is nowhere.
@@ -219,10 +219,10 @@ def _place(source: Source, key: str, offsets: tuple[int, ...]) -> tuple[str, tup
 
 
 def _other_norm(short: str) -> str:
-    fused, own = MLP + NORM, "pre_mlp_layernorm."
+    fused = MLP + NORM
     if short.startswith(fused):
-        return own + short.removeprefix(fused)
-    return fused + short.removeprefix(own) if short.startswith(own) else short
+        return OWN_NORM + short.removeprefix(fused)
+    return fused + short.removeprefix(OWN_NORM) if short.startswith(OWN_NORM) else short
 
 
 def _check_shape(source: Source, name: str, tensor: Any) -> None:

@@ -27,10 +27,13 @@ from megatron_ext.upcycle.target import Block, Content, saved_bytes
 FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
 BIASES = ("linear_fc1.bias", "linear_fc2.bias")
 NORM = "linear_fc1.layer_norm_"
+OWN_NORM = "pre_mlp_layernorm."
 NOTE = "upcycle.json"
 # What `upcycle.json` says under "kind"; `grow.GROW` is the other.
 DENSE = "dense"
 COMMON = "common_state/shard_0_1"
+# In Megatron's content metadata: MoE layers store their norm as `new_short` names it (checkpoint/local-moe-norm-name).
+OWN_NORM_NAME = "local_moe_norm_own_name"
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,12 @@ def plan_content(source: Source, dense: specs.Dense, spec: specs.MoeSpec, *, car
     Raises:
         UserError: The dense checkpoint lacks tensors, or has some that the conversion does not know.
     """
+    common = common_state(source, moe_args(source.args, spec), carry_schedule=carry_schedule,
+                          restart_data=restart_data)
+    common["content_metadata"] = {**common["content_metadata"], OWN_NORM_NAME: True}
     return Content(
         blocks=tuple(_blocks(source, dense, spec)),
-        objects={
-            **dict(_objects(source, spec)),
-            COMMON: saved_bytes(common_state(source, moe_args(source.args, spec), carry_schedule=carry_schedule,
-                                             restart_data=restart_data)),
-        },
+        objects={**dict(_objects(source, spec)), COMMON: saved_bytes(common)},
         notes={NOTE: note(source, dense, spec)},
     )
 
@@ -179,14 +181,13 @@ def is_moe(layer: Layer, spec: specs.MoeSpec) -> bool:
 def new_short(short: str, layer: Layer, spec: specs.MoeSpec) -> str:
     """Return a copied tensor's name in the MoE: only the norm before an MoE layer is stored under another one.
 
-    Transformer Engine's dense layers fuse that norm into linear_fc1, its MoE layers have it on its own; Megatron's
-    local layers store it under the fused name in both (gpt_layer_specs.py, `sharded_state_dict_keys_map`).
+    Dense layers store that norm as part of linear_fc1, MoE layers on its own. (Local MoE layers of before the patch
+    `checkpoint/local-moe-norm-name` store it as dense ones do.)
     """
-    if not is_moe(layer, spec):
+    fused = MLP + NORM
+    if not is_moe(layer, spec) or not short.startswith(fused):
         return short
-    own, fused = "pre_mlp_layernorm.", MLP + NORM
-    old, new = (fused, own) if spec.names == "te" else (own, fused)
-    return new + short.removeprefix(old) if short.startswith(old) else short
+    return OWN_NORM + short.removeprefix(fused)
 
 
 def copied(source: Source, name: str) -> Iterator[Block]:

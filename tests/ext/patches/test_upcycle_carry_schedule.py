@@ -34,7 +34,7 @@ def test_the_schedule_goes_on_with_a_fresh_optimizer(monkeypatch: pytest.MonkeyP
     args = SimpleNamespace(
         **common, load="x", ckpt_format="torch_dist", auto_detect_ckpt_format=False, finetune=False, bf16=True,
         fp16=False, no_load_optim=False, no_load_rng=False, use_distributed_optimizer=False, data_parallel_size=1,
-        load_main_params_from_ckpt=False,
+        load_main_params_from_ckpt=False, num_experts=None,
     )  # fmt: skip
     kind = checkpointing.CheckpointType.GLOBAL
     monkeypatch.setattr(checkpointing, "get_args", lambda: args)

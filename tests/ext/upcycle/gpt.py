@@ -13,8 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from megatron_ext.upcycle import target
+from megatron_ext.upcycle.offline import OWN_NORM_NAME
 
 SEQ, BATCH, VOCAB = 16, 4, 64
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "squared_relu": lambda x: F.relu(x).pow(2)}
 
 
@@ -180,15 +182,11 @@ def unwrapped(chunks: list[Any]) -> list[Any]:
     return [getattr(chunk, "module", chunk) for chunk in chunks]
 
 
-def sharded(chunks: list[Any]) -> dict[str, Any]:
+def sharded(chunks: list[Any], content: dict[str, Any]) -> dict[str, Any]:
     """Return Megatron's sharded state dict of the chunks, with the content metadata that training passes."""
     from megatron.core import parallel_state as mpu
 
-    metadata = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-    }
+    metadata = {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     if len(chunks) == 1:
         return {"model": chunks[0].sharded_state_dict(metadata=metadata)}
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
@@ -202,16 +200,20 @@ def save(chunks: list[Any], root: Path, common: dict[str, Any], *, iteration: in
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
-    state = {**sharded(chunks), **common, "iteration": iteration, "checkpoint_version": 3.0}
+    content = common["content_metadata"]
+    state = {**sharded(chunks, content), **common, "iteration": iteration, "checkpoint_version": 3.0}
     dist_checkpointing.save(state, str(folder))
     if torch.distributed.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     torch.distributed.barrier()
 
 
-def save_dense(chunks: list[Any], root: Path, shape: Shape, moe: Moe | None = None) -> None:
-    """Save a dense model, or with `moe` an MoE, with the arguments that an upcycling reads."""
-    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+def save_dense(chunks: list[Any], root: Path, shape: Shape, moe: Moe | None = None, *, older: bool = False) -> None:
+    """Save a dense model, or with `moe` an MoE, with the arguments that an upcycling reads.
+
+    `older` saves as Megatron does without checkpoint/local-moe-norm-name.
+    """
+    content = CONTENT if older else {**CONTENT, OWN_NORM_NAME: True}
     save(chunks, root, {"args": args_of(shape, moe), "content_metadata": content,
                         "opt_param_scheduler": {"num_steps": 48, "max_lr": 1e-3}})
 
@@ -220,7 +222,8 @@ def load(chunks: list[Any], folder: Path) -> None:
     """Load a checkpoint folder into the chunks, strictly."""
     from megatron.core import dist_checkpointing
 
-    state = dist_checkpointing.load(sharded(chunks), str(folder), strict="assume_ok_unexpected")
+    content = dist_checkpointing.load_content_metadata(str(folder))
+    state = dist_checkpointing.load(sharded(chunks, content), str(folder), strict="assume_ok_unexpected")
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"], strict=True)
 

@@ -125,3 +125,13 @@ def test_data_goes_on_unless_asked(dense, tmp_path):
     carried = open_source(tmp_path / "carry")
     assert carried.iteration == 12
     assert carried.common["opt_param_scheduler"]["num_steps"] == 48
+
+
+def test_a_moe_for_either_kind_of_layers_has_the_same_names(dense, tmp_path):
+    for kind in ("local", "transformer_engine"):
+        assert main(["upcycle", str(dense), str(tmp_path / kind), *moe_flags(Moe()), "--transformer-impl", kind]) == 0
+    local, other = open_source(tmp_path / "local"), open_source(tmp_path / "transformer_engine")
+    assert set(local.tensors) == set(other.tensors)
+    assert "decoder.layers.pre_mlp_layernorm.weight" in local.tensors
+    # Megatron reads under these names where this says so (patch checkpoint/local-moe-norm-name).
+    assert local.common["content_metadata"][offline.OWN_NORM_NAME]

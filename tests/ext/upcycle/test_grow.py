@@ -77,6 +77,21 @@ def test_exact_copies_with_top_k_times_m_are_the_same_function(name, tmp_path, c
         assert (new["tied"], new["twins"], new["origins"]) == (1, 1, old["origins"])
 
 
+def test_one_saved_under_older_names_grows_under_these(tmp_path, capsys):
+    use_groups(ONE)
+    chunks = build(SHAPE, ONE, SMALL)
+    with torch.no_grad():
+        for layer in chunks[0].decoder.layers:
+            layer.pre_mlp_layernorm.weight.mul_(1.5)
+    save_dense(chunks, tmp_path / "dense", SHAPE, SMALL, older=True)
+    grow_it(tmp_path, 8, "--router-topk", "4", *NO_NOISE)
+    larger = build(SHAPE, ONE, replace(SMALL, experts=8, topk=4))
+    load(larger, tmp_path / "moe" / "release")
+    assert loss(larger, SHAPE) == pytest.approx(loss(chunks, SHAPE), abs=1e-5)
+    assert verify(tmp_path, capsys)["promise"]["kind"] == "exact"
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in open_source(tmp_path / "moe").tensors
+
+
 @pytest.fixture(scope="module")
 def small(world: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("small")
