@@ -26,7 +26,8 @@ from megatron_ext.upcycle.target import Block, Content, saved_bytes
 
 FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
 BIASES = ("linear_fc1.bias", "linear_fc2.bias")
-NORM = "linear_fc1.layer_norm_"
+LINEAR_FC1 = "linear_fc1."
+NORM = f"{LINEAR_FC1}layer_norm_"
 OWN_NORM = "pre_mlp_layernorm."
 NOTE = "upcycle.json"
 # What `upcycle.json` says under "kind"; `grow.GROW` is the other.
@@ -339,7 +340,7 @@ class NewTensors:
 
 
 def _objects(source: Source, spec: specs.MoeSpec) -> Iterator[tuple[str, bytes]]:
-    """Yield the layers' non-tensor entries (`_extra_state`), copied, and fresh ones for the experts."""
+    """Yield the layers' non-tensor entries (`_extra_state`), copied, and fresh ones for the experts and their norm."""
     total = len(spec.moe_layers)
     for full_name in source.objects:
         if NOT_MODEL.match(full_name):
@@ -362,6 +363,10 @@ def _expert_objects(short: str, layer: Layer, spec: specs.MoeSpec) -> Iterator[t
         yield place.inner(expert, spec.rule.num_experts).object_name(), empty
     if spec.shared_ffn:
         yield layer.place(f"{MLP}shared_experts.{short}", stacked=spec.uniform).object_name(), empty
+    if spec.names == "te" and short.startswith(LINEAR_FC1):
+        # Its norm, on its own now, has such an entry too; Megatron does not load without.
+        own = OWN_NORM + short.removeprefix(LINEAR_FC1)
+        yield layer.place(own, stacked=spec.uniform).object_name(), empty
 
 
 def folder_of(root: Path, source: Source, *, carry_schedule: bool) -> Path:

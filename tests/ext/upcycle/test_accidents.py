@@ -133,5 +133,8 @@ def test_a_moe_for_either_kind_of_layers_has_the_same_names(dense, tmp_path):
     local, other = open_source(tmp_path / "local"), open_source(tmp_path / "transformer_engine")
     assert set(local.tensors) == set(other.tensors)
     assert "decoder.layers.pre_mlp_layernorm.weight" in local.tensors
+    # Transformer Engine's norms keep something besides weights, and Megatron does not load an MoE that lacks it.
+    states = {f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_2" for layer in range(2)}
+    assert set(other.objects) - set(local.objects) == states
     # Megatron reads under these names where this says so (patch checkpoint/local-moe-norm-name).
     assert local.common["content_metadata"][offline.OWN_NORM_NAME]
