@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from lab import REPOSITORY, Lab, release
 
@@ -31,6 +33,19 @@ def killed(lab, moment_s, *words):
     # By its own group: the git that it has started must die with it, as in a power cut.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    # A git that was being started holds what its parent held, the lock too, until the machine comes to end it.
+    deadline = time.monotonic() + 30
+    while alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def alive(group):
+    """Return whether a process of the group is still there; one that only waits to be reaped holds nothing."""
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):  # ended meanwhile
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def duration(lab, folder, *words):
