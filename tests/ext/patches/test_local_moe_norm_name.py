@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ OLD_NAMES = {"0." + FUSED, "1." + FUSED, "2." + FUSED}
 
 
 @pytest.fixture
-def args(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+def args(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import checkpointing
     from megatron.training.arguments import parse_args, validate_args
 
@@ -44,7 +46,8 @@ def args(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namesp
     validate_args(args)
     monkeypatch.setattr(checkpointing, "get_args", lambda: args)
     monkeypatch.setattr(checkpointing, "update_num_microbatches", lambda *_, **__: None)
-    return args
+    yield args
+    destroy_rerun_state_machine()  # saving and loading make one
 
 
 def model_of(value: float) -> Any:

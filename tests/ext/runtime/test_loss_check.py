@@ -19,6 +19,7 @@ MICRO_BATCHES = 3
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[None]:
     """Three micro-batches a step; Megatron's own rerun machine, told not to run again: it raises at once."""
+    rerun.destroy_rerun_state_machine()  # of a test before, in the same process
     rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.DISABLED)
     calculator.init_num_microbatches_calculator(0, None, MICRO_BATCHES, 1, 1)
     yield
