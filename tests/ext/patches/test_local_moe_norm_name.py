@@ -73,10 +73,23 @@ def save(model: Any) -> None:
     checkpointing.save_checkpoint(1, [model], None, None, 0)
 
 
-def load(model: Any) -> None:
+def save_without_flag(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """Save norms of 2, 3, 4, while the metadata that this function of Megatron returns lacks the flag."""
     from megatron.training import checkpointing
 
+    real = getattr(checkpointing, of)
+    with monkeypatch.context() as older:
+        older.setattr(checkpointing, of, lambda *args, **options: without_flag(real(*args, **options)))
+        save(model_of(2.0))
+
+
+def loaded() -> Any:
+    """Return a model that began with other norms and has read what was saved."""
+    from megatron.training import checkpointing
+
+    model = model_of(0.0)
     assert checkpointing.load_checkpoint([model], None, None)[0] == 1
+    return model
 
 
 def stored(root: Path) -> tuple[set[str], dict[str, Any]]:
@@ -92,24 +105,16 @@ def stored(root: Path) -> tuple[set[str], dict[str, Any]]:
 def test_an_moe_layer_has_its_own_name_and_a_dense_one_keeps_its(args: Namespace, tmp_path: Path) -> None:
     save(model_of(2.0))
     assert stored(tmp_path)[0] == NEW_NAMES
-    model = model_of(0.0)
-    load(model)
-    assert norms(model) == [2.0, 3.0, 4.0]
+    assert norms(loaded()) == [2.0, 3.0, 4.0]
 
 
 def test_one_of_an_older_tree_loads_and_is_rewritten(
     args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.training import checkpointing
-
-    real = checkpointing._build_sharded_state_dict_metadata
-    with monkeypatch.context() as older:
-        older.setattr(checkpointing, "_build_sharded_state_dict_metadata", lambda *a, **k: without_flag(real(*a, **k)))
-        save(model_of(2.0))
+    save_without_flag(monkeypatch, "_build_sharded_state_dict_metadata")
     names, content = stored(tmp_path)
     assert (names, FLAG in content) == (OLD_NAMES, False)
-    model = model_of(0.0)
-    load(model)
+    model = loaded()
     assert norms(model) == [2.0, 3.0, 4.0]
     args.save = str(tmp_path / "again")
     save(model)
@@ -120,15 +125,8 @@ def test_one_of_an_older_tree_loads_and_is_rewritten(
 def test_one_of_transformer_engine_without_the_flag_loads(
     args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.training import checkpointing
-
     # Its names are those that local layers have now; an older tree saves no flag with them.
-    real = checkpointing._clean_metadata_for_serialization
-    with monkeypatch.context() as older:
-        older.setattr(checkpointing, "_clean_metadata_for_serialization", lambda content: without_flag(real(content)))
-        save(model_of(2.0))
+    save_without_flag(monkeypatch, "_clean_metadata_for_serialization")
     names, content = stored(tmp_path)
     assert (names, FLAG in content) == (NEW_NAMES, False)
-    model = model_of(0.0)
-    load(model)
-    assert norms(model) == [2.0, 3.0, 4.0]
+    assert norms(loaded()) == [2.0, 3.0, 4.0]
