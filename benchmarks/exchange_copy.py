@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,28 +24,23 @@ import torch.distributed as dist
 from gated_run import machine
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.dispatch.bench import Clock
+
 REPEATS = 20
 
 
 def median_us(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call, after five to warm up; both ranks begin together."""
+    """Return the median time of a call, after five to warm up; both ranks begin each together."""
     for _ in range(5):
         run()
-    dist.barrier()
-    taken = []
+    clock = Clock(dist.group.WORLD, device)
     for _ in range(REPEATS):
-        if device.type == "cpu":
-            begin = time.perf_counter()
-            run()
-            taken.append((time.perf_counter() - begin) * 1e6)
-            continue
-        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin_event.record()
+        clock.start()
         run()
-        end_event.record()
-        end_event.synchronize()
-        taken.append(begin_event.elapsed_time(end_event) * 1e3)
-    return statistics.median(taken)
+        clock.lap()
+    return statistics.median(clock.read()) * 1e3
 
 
 def by_copy(own: Tensor, received: Tensor, exchange: Callable[[], object]) -> dict[str, float]:

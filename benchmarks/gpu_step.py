@@ -138,7 +138,6 @@ def _named() -> dict[str, Variant]:
         "preset-dedup-wgrad": Variant((*fast, *DEDUP, *WGRAD)),
         "preset-dedup-expandable": Variant((*fast, *DEDUP), environment=expandable),
         "preset-dedup-forced-expandable": Variant((*fast, *DEDUP, *FORCED), environment=expandable),
-        "preset-dedup-wgrad-expandable": Variant((*fast, *DEDUP, *WGRAD), environment=expandable),
     }
 
 

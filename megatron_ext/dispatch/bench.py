@@ -140,7 +140,7 @@ def _once(
 ) -> tuple[list[float], Tensor]:
     x, ids, weights, grad = data
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    clock = _Clock(group, device)
+    clock = Clock(group, device)
     clock.start()
     rows, flat, home = send(x, ids, weights)
     clock.lap()
@@ -159,7 +159,7 @@ def _once(
     return clock.read(), out.detach()
 
 
-class _Clock:
+class Clock:
     """Laps on the GPU's own clock, or the host's without one; all ranks start a lap together."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -167,10 +167,12 @@ class _Clock:
         self._marks: list[Any] = []
 
     def start(self) -> None:
+        """Begin a lap, once all ranks are here."""
         dist.barrier(self._group)
         self._mark()
 
     def lap(self) -> None:
+        """End it."""
         self._mark()
 
     def _mark(self) -> None:
@@ -182,6 +184,7 @@ class _Clock:
             self._marks.append(time.perf_counter())
 
     def read(self) -> list[float]:
+        """Return the ms of every lap."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         if self._cuda:
             torch.cuda.synchronize()
