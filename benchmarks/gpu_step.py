@@ -169,8 +169,8 @@ def words(args: argparse.Namespace, word: str, folder: Path) -> tuple[str, ...]:
         "--micro-batch-size", str(micro_batch), "--global-batch-size", str(args.global_batch),
         # Reading the memory's statistics takes time, so it is done once, when the last step's time has been taken.
         "--train-iters", str(args.steps), "--log-memory-interval", str(args.steps), *data(args),
-        *(for_cpu(flags) if cpu else flags),
         *(("--expert-model-parallel-size", str(args.ranks)) if moe and args.ranks > 1 else ()),
+        *(for_cpu(flags) if cpu else flags),
         *(TOY if cpu else ()), *(("--moe-ffn-hidden-size", "64") if cpu and moe else ()),
     )  # fmt: skip
 

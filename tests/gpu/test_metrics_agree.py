@@ -16,6 +16,7 @@ from gpu_starts import DEVICE, FAST, LENIENT, train, weights_left_out
 pytestmark = pytest.mark.gpu
 
 LAYERS, EXPERTS, TOKENS, TOPK = 4, 8, 4 * 256, 2
+MICRO_MEAN = TOKENS / 2 * TOPK / EXPERTS
 FLAGS = f"""
 --num-layers {LAYERS} --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --swiglu --disable-bias-linear
@@ -52,21 +53,32 @@ def test_the_gpu_says_what_the_cpu_says(tmp_path: Path) -> None:
     before, after = _counts(tmp_path / "cpu"), _counts(tmp_path / "gpu")
     assert before.shape == after.shape == (LAYERS, EXPERTS)
     assert before.sum(-1).tolist() == after.sum(-1).tolist() == [TOKENS * TOPK] * LAYERS
-    moved = np.abs(before - after).sum() / 2 / before.sum()
+    moved = np.abs(before - after).sum(-1) / 2
     names = sorted(key for key in cpu if key.startswith("moe/") and not any(word in key for word in NOT_COMPARED))
     assert len(names) > 40, names
-    missing = [name for name in names if name not in gpu]
-    far = {name: (cpu[name], gpu[name]) for name in names if name in gpu and not _near(cpu[name], gpu[name])}
-    worst = max(abs(cpu[name] - gpu[name]) / max(abs(cpu[name]), 0.1) for name in names if name in gpu)
-    print(f"{len(names)} values, {moved:.2%} of the choices moved, lm loss {cpu['lm loss']:.5f} and "
-          f"{gpu['lm loss']:.5f}; the largest difference {worst:.3%}")  # fmt: skip
-    assert moved < 0.02
+    assert not [name for name in names if name not in gpu]
+    layers = [name for name in names if name.endswith("_layer")]
+    values = [name for name in names if name not in layers]
+    far = {name: (cpu[name], gpu[name]) for name in values if not _near(name, cpu[name], gpu[name], moved.max())}
+    # Which layer is the extreme one, of several that lie together, is a matter of rounding.
+    far |= {name: (cpu[name], gpu[name]) for name in layers if not _near(name, *_at(cpu, name, gpu), moved.max())}
+    worst = max(abs(cpu[name] - gpu[name]) / max(abs(cpu[name]), 0.1) for name in values)
+    print(f"{len(names)} values, {moved.sum() / before.sum():.2%} of the choices moved")
+    print(f"largest difference {worst:.3%}, lm loss {cpu['lm loss']:.5f} and {gpu['lm loss']:.5f}")
+    assert moved.max() < 0.01 * TOKENS * TOPK
     assert gpu["lm loss"] == pytest.approx(cpu["lm loss"], rel=2e-3)
-    assert not missing
     assert not far
 
 
-def _near(cpu: float, gpu: float) -> bool:
+def _at(cpu: dict[str, float], name: str, gpu: dict[str, float]) -> tuple[float, float]:
+    """Return what the CPU has at its own extreme layer and at the GPU's: NAME/max_layer, of NAME/layer_0 and so on."""
+    quantity = name.rpartition("/")[0]
+    return cpu[f"{quantity}/layer_{cpu[name]:.0f}"], cpu[f"{quantity}/layer_{gpu[name]:.0f}"]
+
+
+def _near(name: str, cpu: float, gpu: float, moved: float) -> bool:
     # Shares and entropies lie in 0..1, sizes go by ratio. A token whose experts lie within a bf16 rounding of each
-    # other may choose another one: about 1 in 100 does.
-    return gpu == pytest.approx(cpu, rel=0.02, abs=0.02)
+    # other may choose another one: about 1 in 100 does. In a micro-batch's busiest expert, whose mean load is 128, each
+    # such choice is 0.008.
+    slack = moved / MICRO_MEAN if "_micro" in name else 0
+    return gpu == pytest.approx(cpu, rel=0.02, abs=0.02 + slack)
