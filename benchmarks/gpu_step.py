@@ -7,10 +7,10 @@ Each name of the plan is one fresh start through the plain entry point (`megatro
 that baseline and preset alternate on one machine; `NAME@N` takes micro-batch N. A start is made, up to its imports,
 while the one before it runs, and ended once it has printed its last step. The model is the handbook's (hidden 2,048, 32
 heads, 4 KV groups; 64 experts of 1,024, top-8, or a dense FFN of 8,192) with 8 of its 16 layers unless told otherwise,
-sequence 4,096, bf16, real text, or Megatron's mock data without --data. The experts lie over all ranks. The vocabulary
-is padded to the handbook's 128,256 whatever the tokenizer's is. Figures are Megatron's own: TFLOP/s a GPU and ms a
-step, the median after the first three steps; peak allocated MiB of rank 0. Ratios take a variant's fastest micro-batch.
-`--device cpu` rehearses with a toy.
+sequence 4,096, bf16, real text, or Megatron's mock data without --data. The experts lie over all ranks, but for
+`preset-unspread`. The vocabulary is padded to the handbook's 128,256 whatever the tokenizer's is. Figures are
+Megatron's own: TFLOP/s a GPU and ms a step, the median after the first three steps; peak allocated MiB of rank 0.
+Ratios take a variant's fastest micro-batch. `--device cpu` rehearses with a toy.
 """
 
 # ruff: noqa: SIM905  (flags read better as a command line)
@@ -65,6 +65,8 @@ GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps"
 WGRAD = ["--overlap-dispatch-backward-with-experts-wgrad"]
 # One micro-batch's exchange under another's compute.
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
+# All experts on every GPU: no exchange; their gradients are reduced behind the backward pass instead.
+UNSPREAD = ["--expert-model-parallel-size", "1", "--overlap-grad-reduce", "--overlap-param-gather"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act"]
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
 # Put behind the flags above, of which Megatron takes the last: what the CPU trains in a few seconds.
@@ -137,6 +139,7 @@ def _named() -> dict[str, Variant]:
         "preset-dedup-selective": Variant((*fast, *DEDUP, *SELECTIVE)),
         "preset-dedup-wgrad": Variant((*fast, *DEDUP, *WGRAD)),
         "preset-dedup-expandable": Variant((*fast, *DEDUP), environment=expandable),
+        "preset-unspread": Variant((*fast, *UNSPREAD), environment=expandable),
         "preset-dedup-forced-expandable": Variant((*fast, *DEDUP, *FORCED), environment=expandable),
     }
 
@@ -240,7 +243,10 @@ def summary(results: list[Result]) -> dict[str, float]:
               ("preset-monitor", "preset"), ("preset-fp8", "preset"), ("preset-dedup", "preset"),
               ("preset-dedup-forced", "preset-forced"), ("preset-dedup", "preset-dense"),
               ("preset-dedup", "upstream"), ("preset-dedup-overlap", "preset-dedup"),
-              ("preset-dedup-forced", "upstream-forced"))  # fmt: skip
+              ("preset-dedup-forced", "upstream-forced"), ("preset-dedup-expandable", "preset-dense"),
+              ("preset-dedup-expandable", "upstream"), ("preset-unspread", "preset-dense"),
+              ("preset-unspread", "preset-dedup-expandable"),
+              ("preset-dedup-forced-expandable", "upstream-forced"))  # fmt: skip
     return {f"{a} / {b}": median[a] / median[b] for a, b in wanted if a in median and median.get(b)}
 
 

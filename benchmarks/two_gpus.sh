@@ -19,7 +19,7 @@ work=$(mktemp -d)
 mkdir -p "$out"
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$root/build/megatron:$root:${PYTHONPATH:-}"
-plan=${PLAN:-preset-dedup@6,upstream@8,preset-dense@8,preset@6,preset-dedup-selective@8,preset-dedup-overlap@4,preset-dedup-forced@6,upstream-forced@8,preset-monitor@6}
+plan=${PLAN:-preset-dedup-expandable@8,upstream@8,preset-dense@8,preset-unspread@6,preset@6,preset-dedup-selective@8,preset-dedup-forced-expandable@8,upstream-forced@8,preset-monitor@6}
 waiting=()
 
 # shellcheck source=benchmarks/parts.sh
