@@ -4,7 +4,9 @@ What a rank holds, bf16 training with Transformer Engine's layers, no tensor, pi
 
     weights      2 bytes each, gradients 4 (2 with --grad-reduce-in-bf16), fp32 copy and Adam's two moments 12 in all
              (Megatron's own `training/theoretical_memory_usage.py`: 18 bytes, or 6 + 12 / data-parallel size with
-                 the distributed optimizer; an expert's are split over the ranks that hold the same experts)
+                 the distributed optimizer; an expert's are split over the ranks that hold the same experts).
+             --overlap-grad-reduce and --overlap-param-gather need nothing more: both work in place, in the buffers of
+             the gradients and of the weights (Megatron's `core/distributed/param_and_grad_buffer.py`)
     activations  what the backward of each layer needs, a token (below)
     logits       2 V a token, times 1 with TE's cross entropy, which puts the gradient into their place, times 5 with
                  Megatron's native one (bf16, an fp32 copy and its exponentials)
@@ -35,6 +37,10 @@ MIB = 2**20
 # Workspaces of cuBLAS and TE, buffers of the loss and the optimizer: what the dense 8-layer run at micro-batch 8 had
 # beyond the other terms on one H200. Eleven other runs had 100 to 1,150.
 WORKSPACE_MIB = 845
+# What a learned router's first steps add to `rank_load` at expert parallel 2: with it their peaks come out within 1.5 %
+# (112,855 to 131,693 MiB, two H200). Inferred from them, so it holds `dedup`'s room for a sixteenth more rows, which
+# the formula leaves out.
+LEARNED_EXCESS = 0.2
 LOGITS_COPIES = {"te": 1, "native": 5}
 SELECTIVE = ("layernorm", "moe_act")
 
@@ -54,8 +60,8 @@ class Run:
         recompute: "", "full", or the modules of selective recompute.
         recompute_layers: Layers of a recomputed stretch ("full").
         cross_entropy: "te" or "native".
-        rank_load: Rows of the fullest rank over the mean: 1 for even routing. It counts only where experts lie on
-            several ranks.
+        rank_load: Rows of the fullest rank over the mean, all layers together: 1 for even routing. It counts only where
+            experts lie on several ranks.
     """
 
     shape: ModelShape
@@ -128,6 +134,17 @@ def estimate(run: Run) -> Estimate:
         workspaces=WORKSPACE_MIB,
         peak_at_loss=logits >= backward,
     )
+
+
+def learned_rank_load(expert_parallel: int) -> float:
+    """Return `rank_load` as a learned router's first steps had it, over so many ranks.
+
+    Were the loads of E experts independent with the relative variance v, those of ranks of E / EP experts would have
+    v * (EP - 1) / E: the excess grows with the root of EP - 1. From `LEARNED_EXCESS` that makes 1.35 at 4 ranks, 1.53
+    at 8, 1.77 at 16 and 2.59 at 64; one run's counts gave 1.20, 1.53, 1.81 and 3.32 at most
+    (benchmarks/rank_balance.py).
+    """
+    return 1 + LEARNED_EXCESS * (expert_parallel - 1) ** 0.5
 
 
 def parameters_of_rank(run: Run) -> tuple[int, int]:

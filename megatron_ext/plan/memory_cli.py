@@ -7,7 +7,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from dataclasses import asdict
 
 from megatron_ext.errors import UserError
-from megatron_ext.plan.memory import Estimate, Run, estimate
+from megatron_ext.plan.memory import Estimate, Run, estimate, learned_rank_load
 from megatron_ext.plan.parameters import ModelShape
 from megatron_ext.runtime import preset
 from megatron_ext.upcycle.flags import moe_layers, parse_layer_freq
@@ -172,4 +172,5 @@ def _print(planned: Run, found: Estimate, limit: float) -> None:
     if not found.peak_at_loss:
         print("The peak is in a layer's backward, not at the loss: take this as a rough figure.")
     if planned.expert_parallel > 1 and planned.rank_load == 1.0:
-        print("Even routing; a learned router starts uneven: try --rank-load 1.3.")
+        load = learned_rank_load(planned.expert_parallel)
+        print(f"Even routing; a learned router starts uneven: try --rank-load {load:.2f}.")
