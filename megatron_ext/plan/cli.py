@@ -7,6 +7,7 @@ import importlib
 
 SUBJECTS = {
     "dispatch": ("megatron_ext.plan.dispatch_cli", "traffic and time of the token dispatchers"),
+    "layout": ("megatron_ext.plan.layout_cli", "over how many ranks the experts should lie, with which micro-batch"),
     "memory": ("megatron_ext.plan.memory_cli", "peak GPU memory of a training command"),
     "upcycle": ("megatron_ext.plan.upcycle_cli", "is upcycling worth it, and how large is the result"),
 }
