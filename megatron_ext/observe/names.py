@@ -204,7 +204,8 @@ _LOGITS = (
     Metric(
         "top_weight", "Top weight", "",
         "mean over tokens of max(w / sum w)", "micro-batch", Source.LOGITS,
-        "1/k: a plain average of the chosen experts. 1: only the first counts.", Worse.EITHER,
+        "1/k: a plain average of the chosen experts. 1: only the first counts. Where a capacity factor left a "
+        "token a single expert, it doesn't count.", Worse.EITHER,
     ),
     Metric(
         "max1_over_max2", "Max1/Max2", "",

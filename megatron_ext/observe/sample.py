@@ -101,7 +101,7 @@ def measure(step: int, layers: tuple[int, ...], sums: Mapping[str, NDArray], fac
         **_of_counts(counts, tokens, facts),
         **_of_micro_batches(micro, counts.shape[-1]),
         **_of_logits(part, facts),
-        **_of_weights(part),
+        **_of_weights(part, facts),
         **_of_outputs(part, rms),
     }
     kept = {name: value for name, value in values.items() if name not in facts.lost and np.isfinite(value).any()}
@@ -128,6 +128,7 @@ _BY_ROW = (
     "logits",
     "flips",
     "weights",
+    "gate",
     "aux",
     "probabilities",
     "widths",
@@ -194,14 +195,16 @@ def _of_logits(part: Mapping[str, NDArray], facts: Facts) -> dict[str, Floats]:
     return values
 
 
-def _of_weights(part: Mapping[str, NDArray]) -> dict[str, Floats]:
+def _of_weights(part: Mapping[str, NDArray], facts: Facts) -> dict[str, Floats]:
     w, widths = part["weights"], part["widths"]
     tokens = w[:, _WEIGHTED]
-    several = np.where(w[:, _RATIO_TOKENS] > 0, tokens, 0.0)
+    # The gate between several experts: of one there is none. A saturated gate's second weight may well be exactly 0.
+    gate = part["gate"] if facts.drops else w
+    several = gate[:, _WEIGHTED] if facts.topk > 1 else np.zeros(len(gate))
     return {
-        "weight_entropy": formulas.mean_over(w[:, _WEIGHT_ENTROPY], several),
-        "top_weight": formulas.mean_over(w[:, _TOP_WEIGHT], several),
-        "max1_over_max2": formulas.mean_over(w[:, _RATIO], w[:, _RATIO_TOKENS]),
+        "weight_entropy": formulas.mean_over(gate[:, _WEIGHT_ENTROPY], several),
+        "top_weight": formulas.mean_over(gate[:, _TOP_WEIGHT], several),
+        "max1_over_max2": formulas.mean_over(gate[:, _RATIO], gate[:, _RATIO_TOKENS]),
         "routed_size_mean": formulas.mean_over(w[:, _SIZE], tokens),
         "routed_size_std": formulas.std_over(w[:, _SIZE], w[:, _SIZE_SQUARES], tokens),
         "compute_per_token_mean": formulas.mean_over(widths[:, 1], widths[:, 0]),

@@ -58,6 +58,7 @@ class Shape:
             "logits": (rows, len(tally.LOGIT_FIELDS)),
             "flips": (rows, len(tally.FLIP_FIELDS)),
             "weights": (rows, len(tally.WEIGHT_FIELDS)),
+            "gate": (rows, len(tally.WEIGHT_FIELDS)),
             "aux": (rows, len(tally.AUX_FIELDS)),
             "probabilities": (rows, experts),
             "widths": (rows, 3),

@@ -27,6 +27,7 @@ BIAS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-router-dtype fp32 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
 )
+DEDUP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend dedup"
 SHARED = "--moe-shared-expert-intermediate-size 64"
 
 
@@ -40,6 +41,8 @@ class Case:
     batch: int = 4
     norms: bool = True
     shared: bool = False
+    topk: int = TOPK
+    drops: bool = False
 
 
 CASES = {
@@ -60,6 +63,22 @@ CASES = {
     ),
     "bias-groups": Case(2, f"{BIAS} --expert-model-parallel-size 2"),
     "dense-first": Case(2, "--num-layers 3 --moe-layer-freq ([0]+[1]*2) --expert-model-parallel-size 2", layers=(1, 2)),
+    "dedup": Case(2, f"{DEDUP} --expert-model-parallel-size 2 {SHARED}", batch=8, shared=True),
+    "capacity": Case(2, "--moe-expert-capacity-factor 0.6 --expert-model-parallel-size 2", drops=True),
+    "top-1": Case(2, "--moe-router-topk 1 --moe-router-pre-softmax --expert-model-parallel-size 2", topk=1),
+    "evaluated": Case(
+        2, "--split 80,20,0 --eval-iters 2 --eval-interval 1 --expert-model-parallel-size 2", batch=8
+    ),
+    "torch-experts": Case(
+        2, f"--moe-ext-experts torch --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        f"--expert-model-parallel-size 2 {SHARED}", batch=8, shared=True,
+    ),
+    "everything-else": Case(
+        4, f"{TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 {DEDUP} {BIAS} {SHARED} "
+        "--num-layers 3 --moe-layer-freq ([0]+[1]*2) --mtp-num-layers 1 --moe-expert-capacity-factor 1.0 "
+        "--recompute-granularity selective --recompute-modules moe --split 80,20,0 --eval-iters 1 --eval-interval 1",
+        layers=(1, 2, 3), batch=8, shared=True, drops=True,
+    ),
     "all": Case(
         4, f"{TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {PP2} "
         f"--num-virtual-stages-per-pipeline-rank 2 {BIAS} {SHARED} --moe-latent-size 32 --mtp-num-layers 1 "
@@ -129,8 +148,9 @@ def test_counts_are_exact_and_every_value_is_numpys(trained: tuple[Case, Output]
     values = found.metrics(STEP)
     assert len(counts) == len(case.layers)
     for row, layer in enumerate(case.layers):
-        assert counts[row].sum() == TOPK * case.batch * SEQUENCE, "sum n_e = k * T"
-        expected = {**of_router(found, layer, counts[row].tolist()), **of_loads(found, layer, case)}
+        assigned = case.topk * case.batch * SEQUENCE
+        assert counts[row].sum() < assigned if case.drops else counts[row].sum() == assigned, "sum n_e = k * T"
+        expected = {**of_router(found, layer, counts[row].tolist(), case), **of_loads(found, layer, case)}
         if case.norms:
             expected |= of_experts(found, layer)
         else:
@@ -149,7 +169,7 @@ def entropy(p: np.ndarray) -> np.ndarray:
     return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1) / np.log(p.shape[-1])
 
 
-def of_router(found: Output, layer: int, counted: list[int]) -> dict[str, float]:
+def of_router(found: Output, layer: int, counted: list[int], case: Case) -> dict[str, float]:
     """The metrics of maps, logits and weights; the maps themselves must be what was counted."""
     dumps = calls(found, "router", layer)
     z = np.concatenate([d["hidden"].reshape(-1, HIDDEN).astype(float) @ d["weight"].T.astype(float) for d in dumps])
@@ -162,11 +182,13 @@ def of_router(found: Output, layer: int, counted: list[int]) -> dict[str, float]
     if "bias" in dumps[0]:
         scores = 1 / (1 + np.exp(-z))
         scores /= scores.sum(-1, keepdims=True)
-    aux = np.argsort(-scores, -1, kind="stable")[:, :TOPK]
+    aux = np.argsort(-scores, -1, kind="stable")[:, : case.topk]
     agree = np.take_along_axis(maps, aux, -1).sum()
-    w = -np.sort(-probs.astype(float), -1)[:, :TOPK]
+    w = -np.sort(-probs.astype(float), -1)[:, : case.topk]
+    # A token whose every assignment was dropped has no weights; one with a single expert left has no gate.
+    size = np.sqrt((w[w[:, 0] > 0] ** 2).sum(-1))
+    w = w[maps.sum(-1) > 1]
     share = w / w.sum(-1, keepdims=True)
-    size = np.sqrt((w**2).sum(-1))
     values = {
         "max_vio": counts.max() / counts.mean() - 1,
         "load_cv": counts.std() / counts.mean(),
@@ -175,14 +197,24 @@ def of_router(found: Output, layer: int, counted: list[int]) -> dict[str, float]
         "router_entropy": entropy(softmax).mean(),
         "balance_loss": EXPERTS * (counts / counts.sum() * scores.mean(0)).sum(),
         "aux_map_disagreement": 1 - agree / maps.sum(),
-        "weight_entropy": entropy(share).mean(),
-        "top_weight": share[:, 0].mean(),
-        "max1_over_max2": (w[:, 0] / w[:, 1]).mean(),
         "routed_size_mean": size.mean(),
         "routed_size_std": size.std(),
         "flip_rate": 0.0,
         "flip_rate_order": 0.0,
     }
+    if case.topk > 1:
+        values |= {
+            "weight_entropy": entropy(share).mean(),
+            "top_weight": share[:, 0].mean(),
+            "max1_over_max2": (w[:, 0] / w[:, 1]).mean(),
+        }
+    if case.drops:
+        width = 64 * maps.sum(-1)
+        values |= {
+            "drop_share": 1 - maps.sum() / (case.topk * len(maps)),
+            "compute_per_token_mean": width.mean(),
+            "compute_per_token_std": width.std(),
+        }
     if "bias" in dumps[0]:
         # The bias is updated at the end of a step, before the monitor reads it: what the next step routes with.
         later = [d for d in found.dumps("router") if d["layer"] == layer and d["step"] == STEP + 1]

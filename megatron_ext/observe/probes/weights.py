@@ -40,8 +40,13 @@ class WeightProbe(Probe):
         padding = padding_of(args, kwargs)
         valid = None if padding is None else ~padding
         config, floats = layer.config, self.run.store.floats
-        floats["weights"][layer.row] += tally.weight_sums(probs, int(config.moe_router_topk), valid)
+        topk = int(config.moe_router_topk)
+        floats["weights"][layer.row] += tally.weight_sums(probs, topk, valid)
         if config.moe_expert_capacity_factor is not None:
+            # Where dropping left a single expert, that one weighs all there is: it says nothing about the gate.
+            several = routing_map.sum(-1) > 1
+            several = several if valid is None else several & valid
+            floats["gate"][layer.row] += tally.weight_sums(probs, topk, several)
             width = config.moe_ffn_hidden_size or config.ffn_hidden_size
             floats["widths"][layer.row] += tally.width_sums(routing_map, int(width), valid)
 
