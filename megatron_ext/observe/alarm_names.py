@@ -84,7 +84,7 @@ _ALARMS = (
     ),
     AlarmName(
         "loss_spike", "lm_loss",
-        "lm_loss more than 0.1 above the lowest so far",
+        "lm_loss more than 0.1 above the lowest so far, or not finite",
         "The model is losing what it has learned.",
         "look at the other alarms of the same step first; then a lower learning rate or --clip-grad",
         "loss-spike",

@@ -86,10 +86,11 @@ class Publisher:
 
     def note_loss(self, step: int) -> None:
         """Remember the loss that Megatron has just written for `step`."""
-        loss = self._sink.recent().get(_LOSS)
-        if loss is not None and not self._broken:
+        written = self._sink.last(_LOSS)
+        # With --tensorboard-log-interval Megatron leaves steps out: the last value is then an older step's.
+        if written is not None and written[0] == step and not self._broken:
             self._resume(step)
-            self._history.add_loss(step, loss)
+            self._history.add_loss(step, written[1])
 
     def take(self, step: int, packed: NDArray[np.float64], clock: Mapping[str, float]) -> None:
         """Publish the sample of `step`."""
@@ -131,13 +132,16 @@ class Publisher:
         if throughput is not None:
             self._history.add_throughput(sample.step, throughput)
         findings = [(rule.name, found) for rule in self._rules for found in rule.check(sample, self._history)]
-        news = self._board.update(sample.step, findings)
+        rules = {rule.name: rule for rule in self._rules}
+        news = self._board.update(
+            sample.step, findings, lambda said: rules[said.name].recovered(said, sample, self._history)
+        )
         for record in news:
             logger.warning(record.line())
             self._sink.alarm(record.as_json())
         if news or sample.step - self._saved_at >= STATE_EVERY_STEPS:
             self._saved_at = sample.step
-            state = {"schema": STATE_SCHEMA, "history": self._history.as_json(), "standing": self._board.as_json()}
+            state = {"schema": STATE_SCHEMA, "history": self._history.as_json()}
             self._sink.save_state(state)
 
     def _resume(self, step: int) -> None:
@@ -145,16 +149,18 @@ class Publisher:
         if not self._first:
             return
         self._first = False
+        ours = {rule.name for rule in self._rules}
+        # What stands is what the record says: the memory below may be older than that, or of a time after `step`.
+        earlier = [one for one in self._sink.earlier_alarms() if one.get("name") in ours]
+        self._board.restore(one for one in earlier if (one.get("step") or 0) < step)
         state = self._sink.load_state()
         if not state or state.get("schema") != STATE_SCHEMA:
             return
         try:
             self._history.restore(state["history"])
-            self._board.restore(state["standing"])
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("observe: the alarms begin anew, their memory can't be read: %r", error)
+            logger.warning("observe: the alarms' memory can't be read, they need some steps anew: %r", error)
         self._history.forget_from(step)
-        self._board.forget_from(step)
 
     def _with_window(self, sample: Sample) -> Sample:
         """Add `dead_share` over the last `window` steps; no value before so many were counted."""

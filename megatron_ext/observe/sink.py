@@ -6,7 +6,7 @@ The monitor gives names and numbers and never knows files or trackers. Only the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -49,8 +49,11 @@ class Sink(Protocol):
     def alarm(self, record: Mapping[str, object]) -> None:
         """Take a change of an alarm: `AlarmRecord.as_json()`."""
 
-    def recent(self) -> Mapping[str, float]:
-        """Return the last value of every scalar that Megatron has written so far, by its own tag (`lm loss`)."""
+    def earlier_alarms(self) -> Sequence[Mapping[str, Any]]:
+        """Return what `alarm` took in earlier starts of this run, in order, without steps that were run again."""
+
+    def last(self, key: str) -> tuple[int, float] | None:
+        """Return step and value of a scalar as last written, Megatron's by its own tag (`lm loss`); None if never."""
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Keep the alarms' state for a resumed run (ready for JSON, under 1 MB); replaces the last one."""
@@ -96,6 +99,16 @@ class AlarmRecord:
     def as_json(self) -> dict[str, object]:
         """Return the record as plain values."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> AlarmRecord:
+        """Take back a line of `alarms.jsonl`, which has more fields.
+
+        Raises:
+            KeyError, TypeError, ValueError: It isn't one.
+        """
+        values = {item.name: plain[item.name] for item in fields(cls)}
+        return cls(**{**values, "value": float(values["value"]), "limit": float(values["limit"])})
 
     @property
     def where(self) -> str:

@@ -15,9 +15,14 @@ import orjson
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-def metric_line(step: int, start: int, samples: int | None, metrics: Mapping[str, float]) -> bytes:
-    """Return a line of metrics.jsonl; nan and infinities become the strings that Python's float() reads."""
-    line: dict[str, object] = {"step": step, "time": round(time.time(), 3), "start": start}
+def metric_line(
+    step: int, start: int, samples: int | None, metrics: Mapping[str, float], *, after: int | None = None
+) -> bytes:
+    """Return a line of metrics.jsonl; nan and infinities become the strings that Python's float() reads.
+
+    `after` is the step that this start resumed from, None for a run's first start.
+    """
+    line: dict[str, object] = {"step": step, "time": round(time.time(), 3), "start": start, **_resumed(after)}
     if samples is not None:
         line["samples"] = samples
     line["metrics"] = {key: number(float(value)) for key, value in metrics.items()}
@@ -25,12 +30,19 @@ def metric_line(step: int, start: int, samples: int | None, metrics: Mapping[str
 
 
 def routing_line(
-    start: int, step: int, layers: Sequence[int], counts: np.ndarray, extra: Mapping[str, object]
+    start: int,
+    step: int,
+    layers: Sequence[int],
+    counts: np.ndarray,
+    extra: Mapping[str, object],
+    *,
+    after: int | None = None,
 ) -> bytes:
-    """Return a line of routing.jsonl; `counts` is int64 [L, E]; `extra` holds fields ready for JSON."""
+    """Return a line of routing.jsonl; `counts` is int64 [L, E]; `extra` more fields for JSON; `after` as above."""
     line = {
         "step": step,
         "start": start,
+        **_resumed(after),
         "layers": layers,
         "tokens_per_expert": np.ascontiguousarray(counts),
         **extra,
@@ -39,9 +51,13 @@ def routing_line(
 
 
 def alarm_line(start: int, record: Mapping[str, object]) -> bytes:
-    """Return a line of alarms.jsonl: the record with its start and the time."""
-    line = {"time": round(time.time(), 3), **record, "start": start}
-    return orjson.dumps(line, default=str, option=_OPTIONS)
+    """Return a line of alarms.jsonl: the record with its start and the time; nan and infinities as in metrics.jsonl."""
+    plain = {key: number(value) if isinstance(value, float) else value for key, value in record.items()}
+    return orjson.dumps({"time": round(time.time(), 3), **plain, "start": start}, default=str, option=_OPTIONS)
+
+
+def _resumed(after: int | None) -> dict[str, int]:
+    return {} if after is None else {"after": after}
 
 
 def number(value: float) -> float | str:

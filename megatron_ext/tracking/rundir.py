@@ -5,14 +5,15 @@ Every line is one JSON object in UTF-8. A killed process may leave a torn line, 
 disk, in the middle: such lines are counted and skipped.
 
 Which line wins. A job that resumes from step R writes steps R+1, R+2, ... again. So everything that an
-earlier start wrote for the first step of a later start, or beyond, is dropped: the curve is the history of
-the weights that live on. Lines of one start for one step are parts of one row and are merged.
+earlier start wrote for R+1 or beyond is dropped: the curve is the history of the weights that live on. A later
+start's lines say R (`after`); where they don't, its first line's step stands for R+1. What is left for one step are
+parts of one row and merged: a finished run that is started again evaluates once more at its last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,24 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """All scalars of one step. `samples`: training samples consumed so far (None: not logged)."""
+    """All scalars of one step.
+
+    Attributes:
+        samples: Training samples consumed so far (None: not logged).
+        after: The step that this start resumed from (None: not known).
+    """
 
     step: int
     time: float
     start: int
     samples: int | None
     metrics: dict[str, float]
+    after: int | None = None
+
+    @property
+    def replaces(self) -> int:
+        """The step from which on this start's lines replace those of earlier starts, if this is its first line."""
+        return self.step if self.after is None else self.after + 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class RoutingFrame:
         counts: int64 [L, E], assignments to each expert.
         expert_rms: float64 [L, E], RMS of each expert's output before the weights, nan where it got no token;
             None where it was not measured.
+        after: As a row's.
         sources: S labels of the data; empty where it has none.
         source_counts: int64 [L, S, E], tokens by label and expert; None without labels.
     """
@@ -84,6 +97,12 @@ class RoutingFrame:
     expert_rms: np.ndarray | None = None
     sources: Sequence[str] = ()
     source_counts: np.ndarray | None = None
+    after: int | None = None
+
+    @property
+    def replaces(self) -> int:
+        """As a row's."""
+        return self.step if self.after is None else self.after + 1
 
 
 @dataclass(frozen=True)
@@ -129,15 +148,34 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
             remedy="name a directory given to --moe-ext-run-dir",
         )
     counter = _Skipped()
-    rows = _metric_rows(_lines(path / METRICS_FILE, counter), counter)
+    lines = _metric_rows(_lines(path / METRICS_FILE, counter), counter)
     frames = _routing_frames(_lines(path / ROUTING_FILE, counter), counter) if routing else ()
-    alarms = [line for line in _lines(path / ALARMS_FILE, counter) if "name" in line]
-    return Run(path, read_info(path), rows, frames, _live(alarms, rows), counter.number)
+    alarms = _alarms(_lines(path / ALARMS_FILE, counter), counter)
+    begun: dict[int, int] = {}
+    for row in lines:
+        begun.setdefault(row.start, row.replaces)
+    return Run(path, read_info(path), merge_rows(lines), frames, live_alarms(alarms, begun), counter.number)
 
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:
     """Return the records of `alarms.jsonl` as they were appended; empty where there is no such file."""
-    return [line for line in _lines(path / ALARMS_FILE, _Skipped()) if "name" in line]
+    skipped = _Skipped()
+    return _alarms(_lines(path / ALARMS_FILE, skipped), skipped)
+
+
+def live_alarms(records: Sequence[dict[str, Any]], begun: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Drop alarm records of steps that a later start ran again.
+
+    Args:
+        records: Of `alarms.jsonl`, in file order.
+        begun: Number of a start -> the first step that it ran.
+    """
+    kept = []
+    for record in records:
+        start, step = record.get("start", 1), record.get("step")
+        if step is None or all(step < first for number, first in begun.items() if number > start):
+            kept.append(record)
+    return kept
 
 
 def read_info(path: Path) -> RunInfo:
@@ -167,7 +205,7 @@ def merge_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
         if row.start < current:
             continue  # a straggler of a start that was already replaced
         if row.start > current:
-            view = {step: kept for step, kept in view.items() if step < row.step}
+            view = {step: kept for step, kept in view.items() if step < row.replaces}
             current = row.start
         before = view.get(row.step)
         view[row.step] = _merged(before, row) if before is not None else row
@@ -190,7 +228,7 @@ def merge_frames(frames: Sequence[RoutingFrame]) -> list[RoutingFrame]:
         if frame.start < current:
             continue
         if frame.start > current:
-            view = {step: kept for step, kept in view.items() if step < frame.step}
+            view = {step: kept for step, kept in view.items() if step < frame.replaces}
             current = frame.start
         view[frame.step] = frame
     return [view[step] for step in sorted(view)]
@@ -221,6 +259,18 @@ def _lines(path: Path, skipped: _Skipped) -> Iterator[dict[str, Any]]:
                 skipped.number += 1
 
 
+def _alarms(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[dict[str, Any]]:
+    """Return the lines that are about an alarm: with a name, and steps that are numbers where there are any."""
+    found = []
+    for line in lines:
+        steps = (line.get("step"), line.get("since_step"), line.get("start", 1))
+        if isinstance(line.get("name"), str) and all(step is None or isinstance(step, int) for step in steps):
+            found.append(line)
+        else:
+            skipped.number += 1
+    return found
+
+
 def _metric_rows(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[MetricRow]:
     rows = []
     for line in lines:
@@ -228,7 +278,7 @@ def _metric_rows(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[Met
             rows.append(_metric_row(line))
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped.number += 1
-    return merge_rows(rows)
+    return rows
 
 
 def _metric_row(line: dict[str, Any]) -> MetricRow:
@@ -241,12 +291,17 @@ def _metric_row(line: dict[str, Any]) -> MetricRow:
         int(line.get("start", 1)),
         None if samples is None else int(samples),
         metrics,
+        _after(line),
     )
 
 
 def _merged(first: MetricRow, second: MetricRow) -> MetricRow:
     samples = first.samples if second.samples is None else second.samples
-    return MetricRow(first.step, first.time, first.start, samples, {**first.metrics, **second.metrics})
+    return replace(first, samples=samples, metrics={**first.metrics, **second.metrics})
+
+
+def _after(line: dict[str, Any]) -> int | None:
+    return None if line.get("after") is None else int(line["after"])
 
 
 def _routing_frames(lines: Iterator[dict[str, Any]], skipped: _Skipped) -> list[RoutingFrame]:
@@ -272,6 +327,7 @@ def _routing_frame(line: dict[str, Any]) -> RoutingFrame:
         None if rms is None else np.asarray(rms, dtype=np.float64),
         tuple(str(label) for label in line.get("sources") or ()),
         None if by_source is None else np.asarray(by_source, dtype=np.int64),
+        _after(line),
     )
     if (
         counts.ndim != 2
@@ -280,17 +336,3 @@ def _routing_frame(line: dict[str, Any]) -> RoutingFrame:
     ):
         raise ValueError(counts.shape)
     return frame
-
-
-def _live(alarms: Sequence[dict[str, Any]], rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
-    """Drop alarms that an earlier start raised at steps which a later start ran again."""
-    first: dict[int, int] = {}
-    for row in rows:
-        first.setdefault(row.start, row.step)
-    kept = []
-    for alarm in alarms:
-        start, step = alarm.get("start", 1), alarm.get("step")
-        later = [at for number, at in first.items() if number > start]
-        if step is None or all(step < at for at in later):
-            kept.append(alarm)
-    return kept

@@ -50,6 +50,12 @@ class Opened:
             last = Start(self.info.starts[-1].time, int(iteration) if iteration is not None else -1)
             self.info = RunInfo(**{**_fields(self.info), "starts": (*self.info.starts[:-1], last)})
 
+    @property
+    def after(self) -> int | None:
+        """The step that this start resumed from; None for the first start, and where that isn't known."""
+        iteration = self.info.starts[-1].iteration
+        return iteration if self.number > 1 and iteration is not None and iteration >= 0 else None
+
     def save(self) -> None:
         """Write run.json if it changed; a failure waits for the next call."""
         if self.info is self._saved:

@@ -131,7 +131,7 @@ class Session:
         for row in filter(None, map(parse_metric_line, self._metrics.lines())):
             if row.start > self._start:
                 # Rows of this step and later came from weights that are gone.
-                self._tables.delete_from(row.step)
+                self._tables.delete_from(row.replaces)
                 self._start = row.start
             self._log(row)
         for frame in filter(None, map(parse_routing_line, self._routing.lines())):

@@ -25,7 +25,14 @@ from megatron_ext.tracking.appender import Appender
 from megatron_ext.tracking.feeder import TrackioFeeder
 from megatron_ext.tracking.lines import alarm_line, metric_line, routing_line, write_json
 from megatron_ext.tracking.options import TrackingOptions
-from megatron_ext.tracking.rundir import ALARMS_FILE, METRICS_FILE, ROUTING_FILE, STATE_FILE
+from megatron_ext.tracking.rundir import (
+    ALARMS_FILE,
+    METRICS_FILE,
+    ROUTING_FILE,
+    STATE_FILE,
+    live_alarms,
+    read_alarms,
+)
 
 log = logging.getLogger("megatron_ext.tracking")
 
@@ -56,7 +63,7 @@ class RunWriter:
         self.run_dir: Path = options.run_dir
         self._opened = opened
         self._rows: dict[int, _OpenRow] = {}
-        self._recent: dict[str, float] = {}
+        self._last: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(maxsize=QUEUE_ITEMS)
         self._files = {name: Appender(options.run_dir / name) for name in (METRICS_FILE, ROUTING_FILE, ALARMS_FILE)}
@@ -96,7 +103,7 @@ class RunWriter:
                 self._opened.note_first_step()
             row.metrics.update(values)
             row.touched = time.monotonic()
-            self._recent.update(values)
+            self._last.update((key, (int(step), value)) for key, value in values.items())
             while len(self._rows) > OPEN_ROWS:
                 self._put("metrics", self._rows.pop(min(self._rows)))
 
@@ -124,14 +131,21 @@ class RunWriter:
         counts = np.array(tokens_per_expert, dtype=np.int64, copy=True)
         self._put("routing", (int(step), [int(layer) for layer in layers], counts, dict(extra or {})))
 
-    def recent(self) -> Mapping[str, float]:
-        """Return the last value of every scalar so far, by its key (Megatron's own tags included)."""
+    def last(self, key: str) -> tuple[int, float] | None:
+        """Return step and value of a scalar as last written (Megatron's own tags included); None if never."""
         with self._lock:
-            return dict(self._recent)
+            return self._last.get(key)
 
     def alarm(self, record: Mapping[str, object]) -> None:
         """Record a change of an alarm (raised or cleared), as plain values."""
         self._put("alarm", dict(record))
+
+    def earlier_alarms(self) -> Sequence[Mapping[str, Any]]:
+        """Return the alarm records of earlier starts, in order, without steps that a later start ran again."""
+        resumed = {number: one.iteration for number, one in enumerate(self._opened.info.starts, start=1)}
+        begun = {number: after + 1 for number, after in resumed.items() if after is not None and after >= 0}
+        earlier = [record for record in read_alarms(self.run_dir) if record.get("start", 1) < self._opened.number]
+        return live_alarms(earlier, begun)
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Keep the alarms' memory for a resumed run; replaces the last one."""
@@ -211,10 +225,11 @@ class RunWriter:
 
     def _write(self, kind: str, item: Any) -> None:
         if kind == "metrics":
-            self._append(METRICS_FILE, metric_line(item.step, item.start, item.samples, item.metrics))
+            after = self._opened.after
+            self._append(METRICS_FILE, metric_line(item.step, item.start, item.samples, item.metrics, after=after))
             self._opened.save()
         elif kind == "routing":
-            self._append(ROUTING_FILE, routing_line(self._opened.number, *item))
+            self._append(ROUTING_FILE, routing_line(self._opened.number, *item, after=self._opened.after))
         elif kind == "alarm":
             self._append(ALARMS_FILE, alarm_line(self._opened.number, item))
         elif kind == "state":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_ext.observe.alarms.history import History
-from megatron_ext.observe.alarms.rule import Finding, Rule
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 # Long enough to leave out the flat probabilities of a router that has only just been initialized.
 _STEPS = 20
@@ -41,3 +42,10 @@ class BlindLoss(Rule):
             for at, (layer, since) in enumerate(zip(sample.layers, held, strict=True))
             if since is not None
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether the load is even again, or the loss says that it is not."""
+        return (
+            value_at(said, sample) <= self.options.blind_vio
+            or abs(value_at(said, sample, "balance_loss") - 1) > self.options.blind_margin
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,24 @@ class Board:
         """Start with none."""
         self._standing: dict[tuple[str, int | None], _Standing] = {}
 
-    def update(self, step: int, findings: Iterable[tuple[str, Finding]]) -> list[AlarmRecord]:
-        """Take all findings of a sample and return what is new, worst first said."""
+    def update(
+        self,
+        step: int,
+        findings: Iterable[tuple[str, Finding]],
+        recovered: Callable[[AlarmRecord], bool] = lambda said: True,
+    ) -> list[AlarmRecord]:
+        """Take all findings of a sample and return what is new, worst first said.
+
+        Args:
+            step: The sample's.
+            findings: (rule's name, finding) pairs.
+            recovered: Whether an alarm that stands and isn't among the findings is over (`Rule.recovered`).
+        """
         found = {(name, finding.layer): finding for name, finding in findings}
         news = [record for key, finding in found.items() if (record := self._seen(step, key, finding))]
         for key in [key for key in self._standing if key not in found]:
             standing = self._standing[key]
-            standing.absent += 1
+            standing.absent = standing.absent + 1 if recovered(standing.said) else 0
             if standing.absent >= _ABSENT:
                 news.append(_with(standing.said, state=CLEARED, step=step))
                 del self._standing[key]
@@ -56,19 +68,16 @@ class Board:
                 out.setdefault(standing.said.metric, set()).add(layer)
         return out
 
-    def forget_from(self, step: int) -> None:
-        """Drop alarms that were raised at `step` or later: those steps are run again."""
-        self._standing = {key: value for key, value in self._standing.items() if value.said.step < step}
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return the standing alarms as plain values."""
-        return [standing.said.as_json() for standing in self._standing.values()]
-
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take over what `as_json` gave; an alarm that no longer exists is left out."""
+        """Take over what stands after these lines of `alarms.jsonl`, in order; others say nothing."""
         for plain in records:
-            record = AlarmRecord(**plain)
-            if record.name in ALARMS:
+            try:
+                record = AlarmRecord.from_json(plain)
+            except (KeyError, TypeError, ValueError):
+                continue
+            if record.state == CLEARED:
+                self._standing.pop((record.name, record.layer), None)
+            else:
                 self._standing[record.name, record.layer] = _Standing(record)
 
     def _seen(self, step: int, key: tuple[str, int | None], finding: Finding) -> AlarmRecord | None:
@@ -89,6 +98,8 @@ class Board:
 def _much_worse(now: AlarmRecord, said: AlarmRecord) -> bool:
     if now.metric != said.metric:
         return False
+    if math.isnan(now.value):
+        return not math.isnan(said.value)
     if METRICS[now.metric].worse is Worse.DOWN:
         return now.value < said.value / _WORSE
     return now.value > said.value * _WORSE

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_ext.observe.alarms.history import History
-from megatron_ext.observe.alarms.rule import Finding, Rule
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 # A fall by less than this is flat.
 _FLAT = 0.95
@@ -37,3 +38,7 @@ class RoutingCollapse(Rule):
             for at, (layer, since) in enumerate(zip(sample.layers, held, strict=True))
             if since is not None and before is not None and vio[at] >= _FLAT * before[1][at]
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether `max_vio` is back under its limit; while it falls towards it, the alarm stands."""
+        return value_at(said, sample) <= said.limit

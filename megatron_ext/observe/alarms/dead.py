@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_ext.observe.alarms.history import History
-from megatron_ext.observe.alarms.rule import Finding, Rule
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 
 class DeadExpert(Rule):
@@ -24,6 +25,12 @@ class DeadExpert(Rule):
             if found:
                 findings.append(found)
         return findings
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether all experts got tokens in a full window, or the silent one speaks again."""
+        if said.metric == "dead_share":
+            return value_at(said, sample) == 0
+        return value_at(said, sample) >= said.limit
 
     def _no_tokens(self, sample: Sample, at: int, layer: int) -> Finding | None:
         dead = np.flatnonzero(sample.window_counts[at] == 0)

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from megatron_ext.observe.alarms.history import SPAN, History
-from megatron_ext.observe.alarms.rule import Finding, Rule, where
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at, where
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 # Logits around 0 give a logsumexp of log E; growth below this multiple of it is a router that learns.
 _FLOOR = 1.5
@@ -62,3 +63,13 @@ class LogitDrift(Rule):
             )
             for at in where(rising)
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether the flips are few again, or the logits no longer much above those of 100 steps ago."""
+        if said.metric == "flip_rate":
+            return value_at(said, sample) <= said.limit
+        before = history.ago("z_rms", sample.step, SPAN)
+        if before is None or sample.step - before[0] < _LEAST_STEPS or said.layer not in sample.layers:
+            return False
+        earlier = float(before[1][sample.layers.index(said.layer)])
+        return value_at(said, sample) < self.options.drift_growth * earlier

@@ -37,6 +37,8 @@ class History:
         self._layers = layers
         self._series: dict[str, list[tuple[int, Values]]] = {metric: [] for metric in metrics}
         self.losses: list[tuple[int, float]] = []
+        # Those that were NaN or infinite.
+        self.broken: list[tuple[int, float]] = []
         self.throughput: list[tuple[int, float]] = []
         # Each time the loss went below everything before: the last is the lowest so far.
         self.lows: list[tuple[int, float]] = []
@@ -55,8 +57,9 @@ class History:
                     del series[0]
 
     def add_loss(self, step: int, loss: float) -> None:
-        """Take a step's loss; what isn't finite is left out (Megatron itself stops there)."""
+        """Take a step's loss; one that isn't finite is noted apart (Megatron stops there unless told not to)."""
         if not math.isfinite(loss):
+            self.broken = [*self.broken[1 - LOSSES :], (step, loss)]
             return
         self.losses = [*self.losses[1 - LOSSES :], (step, loss)]
         if not self.lows or loss < self.lows[-1][1]:
@@ -95,6 +98,7 @@ class History:
         for metric, series in self._series.items():
             self._series[metric] = [pair for pair in series if pair[0] < step]
         self.losses = [pair for pair in self.losses if pair[0] < step]
+        self.broken = [pair for pair in self.broken if pair[0] < step]
         self.lows = [pair for pair in self.lows if pair[0] < step]
         self.throughput = [pair for pair in self.throughput if pair[0] < step]
 
@@ -111,7 +115,9 @@ class History:
                 ]
                 for metric, series in self._series.items()
             },
+            "newest": self.newest,
             "losses": [list(pair) for pair in self.losses],
+            "broken": [[step, str(loss)] for step, loss in self.broken],
             "lows": [list(pair) for pair in self.lows],
             "throughput": [list(pair) for pair in self.throughput],
         }
@@ -123,6 +129,9 @@ class History:
         for metric, pairs in state["series"].items():
             if metric in self._series:
                 self._series[metric] = [(int(step), np.array(values, np.float64)) for step, values in pairs]
+        # A state from before it was kept: the newest loss is no older than the newest sample.
+        self.newest = int(state.get("newest", state["losses"][-1][0] if state["losses"] else 0))
         self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
+        self.broken = [(int(step), float(loss)) for step, loss in state.get("broken", ())]
         self.lows = [(int(step), float(loss)) for step, loss in state["lows"]]
         self.throughput = [(int(step), float(value)) for step, value in state["throughput"]]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from megatron_ext.observe import formulas
 from megatron_ext.observe.alarms.history import History
 from megatron_ext.observe.alarms.rule import Finding, Rule
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 # Losses before the first judgement: the noise has to be known.
 _LEAST_LOSSES = 32
 # The lowest of thousands of values lies some 4 spreads below their mean, the highest as far above it.
 NOISES = 10.0
+_BROKEN = "The loss is not finite: the weights are broken, or will be with the next step."
 
 
 class LossSpike(Rule):
@@ -26,6 +30,11 @@ class LossSpike(Rule):
     def check(self, sample: Sample, history: History) -> list[Finding]:
         """Return at most one finding, for the highest loss since the last sample."""
         losses, lows = history.losses, history.lows
+        broken = [pair for pair in history.broken if pair[0] > history.previous]
+        if broken:
+            since, value = broken[0]
+            limit = lows[-1][1] + self.options.loss_margin if lows else math.nan
+            return [Finding(metric="lm_loss", value=value, limit=limit, since=since, why=_BROKEN)]
         if len(losses) < _LEAST_LOSSES or not lows:
             return []
         values = np.array([loss for _, loss in losses])
@@ -40,8 +49,16 @@ class LossSpike(Rule):
         if above <= margin:
             return []
         limit = before[step] + margin
-        since = next(at for at, value in losses if value > limit and at >= min(lows[-1][0], step))
+        # "Above by more than the margin" and "over the limit" may differ in the last bit: the step itself is over it.
+        since = next(at for at, value in losses if (value > limit or at == step) and at >= min(lows[-1][0], step))
         return [Finding(metric="lm_loss", value=loss, limit=limit, since=since)]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether the newest loss is a number, and enough of them are known to tell."""
+        losses, broken = history.losses, history.broken
+        if not losses or (broken and broken[-1][0] > losses[-1][0]):
+            return False
+        return len(losses) >= _LEAST_LOSSES or not math.isfinite(said.value)
 
 
 def _lowest_before(step: int, lows: list[tuple[int, float]]) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_ext.observe.alarms.history import History
-from megatron_ext.observe.alarms.rule import Finding, Rule
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 
 class OverloadedRank(Rule):
@@ -32,3 +33,7 @@ class OverloadedRank(Rule):
             for at, (layer, since) in enumerate(zip(sample.layers, held, strict=True))
             if since is not None
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether the ranks are even again."""
+        return value_at(said, sample) <= said.limit

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_ext.observe.alarms.history import SPAN, History
-from megatron_ext.observe.alarms.rule import Finding, Rule, where
+from megatron_ext.observe.alarms.rule import Finding, Rule, value_at, where
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 _METRIC = "expert_norm_max_over_median"
 
@@ -34,6 +35,10 @@ class RogueExpert(Rule):
             )
             for at in where(rogue)
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether its output is back among the others': one that only stopped growing stands."""
+        return value_at(said, sample) <= said.limit
 
     def _since(self, history: History, at: int, step: int) -> int:
         """Return the first of the last steps in a row at which the ratio was over the limit."""

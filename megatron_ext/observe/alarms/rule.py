@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_ext.observe.alarms.history import History
 from megatron_ext.observe.options import AlarmOptions
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,23 @@ class Rule(ABC):
     @abstractmethod
     def check(self, sample: Sample, history: History) -> list[Finding]:
         """Return where the rule holds; `history` already has this sample."""
+
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether an alarm that stands and is not found any more is over.
+
+        False where this sample can't tell, as in the first steps after a resume, and while the value is still on the
+        bad side of its limit: not every rule finds again what it has raised.
+        """
+        return True
+
+
+def value_at(said: AlarmRecord, sample: Sample, metric: str = "") -> float:
+    """Return the value of an alarm's metric (or of another) at its layer, NaN where this sample has none."""
+    values = sample.values.get(metric or said.metric)
+    if values is None or said.layer not in sample.layers:
+        return math.nan
+    return float(values[sample.layers.index(said.layer)])
 
 
 def where(condition: NDArray[np.bool_]) -> list[int]:

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_ext.observe.alarms.history import History
 from megatron_ext.observe.alarms.rule import Finding, Rule
 from megatron_ext.observe.sample import Sample
+from megatron_ext.observe.sink import AlarmRecord
 
 _SAMPLES = 3
 
@@ -32,6 +33,10 @@ class SlowStep(Rule):
                 why=_blame(sample, ratio),
             )
         ]
+
+    def recovered(self, said: AlarmRecord, sample: Sample, history: History) -> bool:
+        """Return whether there are enough samples to tell."""
+        return len(history.throughput) >= _SAMPLES
 
 
 def _blame(sample: Sample, ratio: float) -> str:

@@ -21,7 +21,7 @@ class FileSink:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._recent: dict[str, float] = {}
+        self._last: dict[str, tuple[int, float]] = {}
 
     def scalars(self, step, values):
         self._add("metrics", {"step": step, "metrics": dict(values)})
@@ -41,12 +41,15 @@ class FileSink:
         path = self.folder / "state.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def recent(self):
-        return self._recent
+    def earlier_alarms(self):
+        return []
 
-    def note(self, tag: str, value: Any) -> None:
+    def last(self, key):
+        return self._last.get(key)
+
+    def note(self, tag: str, step: int, value: Any) -> None:
         """Take a scalar of Megatron's, as the tee does."""
-        self._recent[tag] = float(value)
+        self._last[tag] = step, float(value)
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         with open(self.folder / f"{name}.jsonl", "a") as out:
@@ -104,11 +107,11 @@ def _connect(pretrain: Any, sink: FileSink | None) -> None:
 
         inner = training.training_log
 
-        def log_and_note(loss_dict, *a, **k):
+        def log_and_note(loss_dict, total, rate, iteration, *a, **k):
             if sink is not None:
                 for key, value in loss_dict.items():
-                    sink.note(key, value)
-            return inner(loss_dict, *a, **k)
+                    sink.note(key, iteration, value)
+            return inner(loss_dict, total, rate, iteration, *a, **k)
 
         training.training_log = log_and_note
         stock(args)

@@ -202,18 +202,17 @@ def test_memory_survives_a_resume_and_forgets_the_steps_run_again():
     for step in STEPS:
         history.add(sample(step, max_vio=step / 100))
         history.add_loss(step, 3 - step / 100)
-    board.update(60, [("routing_collapse", finding())])
+    said = board.update(60, [("routing_collapse", finding())])
     board.update(100, [("dead_expert", finding(layer=4)), ("routing_collapse", finding())])
-    state = json.loads(json.dumps({"history": history.as_json(), "board": board.as_json()}))
+    state = json.loads(json.dumps({"history": history.as_json(), "said": [record.as_json() for record in said]}))
 
     again, standing = alarms.History(names, 2), Board()
     again.restore(state["history"])
-    standing.restore(state["board"])
+    standing.restore(state["said"])
     again.forget_from(91)
-    standing.forget_from(91)
     assert [step for step, _ in again.series("max_vio")] == [20, 30, 40, 50, 60, 70, 80, 90]
     assert again.lows[-1] == (90, pytest.approx(2.1))
-    # The one of step 60 still stands and isn't said again; the one of step 100 never happened.
+    # The one of step 60 still stands and isn't said again.
     assert standing.update(91, [("routing_collapse", finding())]) == []
     assert standing.standing == 1
 
@@ -234,3 +233,82 @@ def test_the_history_stays_short():
     assert len(history.series("max_vio")) <= 102
     assert history.ago("max_vio", 999, 100)[0] == 899
     assert len(json.dumps(history.as_json())) < 20_000
+
+
+def test_a_board_restored_from_its_record_stands_as_the_record_says():
+    board = Board()
+    said = board.update(10, [("routing_collapse", finding()), ("dead_expert", finding(layer=4))])
+    said += board.update(40, [("routing_collapse", finding(5.0)), ("dead_expert", finding(layer=4))])
+    for step in (50, 60):
+        said += board.update(step, [("routing_collapse", finding(5.0))])
+    assert [record.state for record in said] == [RAISED, RAISED, CHANGED, CLEARED]
+    lines = [{"time": 1.0, "start": 1, **record.as_json()} for record in said]
+    # Resumed from step 45: what was cleared at 60 stands again, what was changed at 40 isn't raised a second time.
+    again = Board()
+    again.restore([{"name": "routing_collapse", "torn": True}, *(line for line in lines if line["step"] <= 45)])
+    assert again.standing == 2
+    assert again.update(46, [("routing_collapse", finding(5.0)), ("dead_expert", finding(layer=4))]) == []
+    # Resumed from its end: the cleared one is gone.
+    again = Board()
+    again.restore(lines)
+    assert again.layers_by_metric() == {"max_vio": {9}}
+
+
+def test_a_spike_is_not_found_again_after_a_resume():
+    history = alarms.History((), 2)
+    for step in range(1, 101):
+        history.add_loss(step, 3 - step / 1000 + (0.5 if step == 57 else 0))
+        if step % 10 == 0:
+            history.add(sample(step))
+    again = alarms.History((), 2)
+    again.restore(json.loads(json.dumps(history.as_json())))
+    again.forget_from(91)
+    again.add_loss(91, 2.9)
+    again.add(sample(91))
+    assert RULES["loss_spike"](AlarmOptions()).check(sample(91), again) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_a_spike_from_the_first_step_on(value):
+    losses = [(s, value if 12 <= s < 40 else 3.0) for s in range(1, 131)]
+    found = run("loss_spike", [sample(s) for s in STEPS], losses=losses)
+    assert [STEPS[at] for at, findings in enumerate(found) if findings] == [20, 30, 40]
+    assert found[1][0].since == 12
+    assert not np.isfinite(found[1][0].value)
+    assert "not finite" in found[1][0].why
+
+
+def test_a_spike_by_a_hair_is_a_spike():
+    # 2.1 - 2.0 is more than 0.1 in floating point, and 2.1 is not more than 2.0 + 0.1.
+    losses = [(s, 2.1 if s == 57 else 2.0) for s in range(1, 131)]
+    found = run("loss_spike", [sample(s) for s in STEPS], losses=losses)
+    assert found[5][0].since == 57
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "stands", "over"),
+    [
+        # It only stopped growing; it falls but isn't down; it alternates; the window isn't full; nothing was measured.
+        ("rogue_expert", ("expert_norm_max_over_median", 40.0, 10.0), {"expert_norm_max_over_median": 30.0}, {}),
+        ("routing_collapse", ("max_vio", 3.0, 1.5), {"max_vio": 1.6}, {}),
+        ("flat_gate", ("max1_over_max2", 1.01, 1.05), {"max1_over_max2": 1.04}, {}),
+        ("sharp_gate", ("top_weight", 0.99, 0.95), {"top_weight": 0.96}, {}),
+        ("overloaded_rank", ("rank_max_vio", 0.8, 0.5), {"rank_max_vio": float("nan")}, {}),
+        ("dead_expert", ("dead_share", 0.25, 0.0), {}, {"dead_share": 0.0}),
+        ("blind_loss", ("max_vio", 1.4, 1.0), {"max_vio": 1.3, "balance_loss": 1.0}, {}),
+    ],
+)
+def test_an_alarm_stands_until_its_value_is_back(name, said, stands, over):
+    metric, value, limit = said
+    rule, history, board = RULES[name](AlarmOptions()), alarms.History((), 2), Board()
+    board.update(50, [(name, Finding(metric, value, limit, since=40, layer=9))])
+
+    def told(step: int, values: dict) -> list:
+        one = sample(step, **values)
+        if "dead_share" in values:
+            one = replace(one, values={**one.values, "dead_share": np.array([0.0, values["dead_share"]])})
+        return board.update(step, [], lambda record: rule.recovered(record, one, history))
+
+    assert [told(step, stands) for step in (60, 70, 80)] == [[], [], []]
+    assert told(90, over) == []
+    assert [record.state for record in told(100, over)] == [CLEARED]

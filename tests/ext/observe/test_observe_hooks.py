@@ -33,8 +33,11 @@ class Memory:
     def alarm(self, record):
         self.alarms.append(dict(record))
 
-    def recent(self):
-        return {}
+    def earlier_alarms(self):
+        return []
+
+    def last(self, key):
+        return None
 
     def save_state(self, state):
         self.state = state

@@ -105,3 +105,37 @@ def test_folder_without_a_run_says_so(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(UserError, match="no such run directory"):
         read_run(tmp_path / "gone")
+
+
+def _resumed(step: int, after: int, start: int = 2, **metrics: object) -> dict[str, object]:
+    return {**_row(step, start, **metrics), "after": after}
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_last_row(tmp_path: Path) -> None:
+    rows = [_row(step, loss=float(step)) for step in (1, 2, 3)]
+    _write(tmp_path, "metrics.jsonl", *rows, _resumed(3, 3, test=9.0))
+    _write(tmp_path, "alarms.jsonl", {"name": "dead_expert", "state": "raised", "step": 3, "start": 1})
+    run = read_run(tmp_path)
+    assert [(row.step, row.metrics) for row in run.rows][-1] == (3, {"loss": 3.0, "test": 9.0})
+    assert len(run.alarms) == 1
+
+
+def test_steps_of_a_killed_start_end_where_the_next_one_resumed(tmp_path: Path) -> None:
+    """The resumed start's own first line may be for a later step: with a logging interval, or a frame a sample."""
+    rows = [_row(step, loss=1.0) for step in (5, 10, 15, 20)]
+    _write(tmp_path, "metrics.jsonl", *rows, _resumed(15, 8, loss=2.0))
+    frame = {"layers": [0], "tokens_per_expert": [[1, 1]]}
+    frames = [{"step": step, "start": 1, **frame} for step in (5, 9, 13)]
+    _write(tmp_path, "routing.jsonl", *frames, {"step": 14, "start": 2, "after": 8, **frame})
+    run = read_run(tmp_path)
+    assert [(row.step, row.start) for row in run.rows] == [(5, 1), (15, 2)]
+    assert [(one.step, one.start) for one in run.routing] == [(5, 1), (14, 2)]
+
+
+def test_alarm_lines_that_are_none_are_counted_and_left_out(tmp_path: Path) -> None:
+    lines = [{"name": "x", "step": 1}, {"name": None, "step": 1}, {"name": "x", "step": "one"}, {"state": "raised"}]
+    _write(tmp_path, "alarms.jsonl", *lines)
+    _write(tmp_path, "metrics.jsonl", _row(1, loss=1.0))
+    run = read_run(tmp_path)
+    assert len(run.alarms) == 1
+    assert run.skipped_lines == 3

@@ -140,6 +140,7 @@ def test_locked_database_costs_one_warning_and_imports_later(
     assert first is not None
     first.scalars(1, {"x": 1.0})
     first.close()
+    args.iteration = 1
     # The child would wait for the lock as long as it may; the test need not.
     monkeypatch.setattr("megatron_ext.tracking.feeder.CLOSE_WAIT_S", 4.0)
     holder = sqlite3.connect(kept.path, isolation_level=None)

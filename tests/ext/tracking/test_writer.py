@@ -302,3 +302,41 @@ def test_value_that_is_no_number_costs_its_row_only(make_args, tmp_path: Path, c
         writer.close()
     assert [row.step for row in read_run(tmp_path / "moe").rows] == [2]
     assert any("could not be written" in record.message for record in caplog.records)
+
+
+def test_lines_of_a_resumed_start_say_where_it_resumed(make_args, tmp_path: Path) -> None:
+    for iteration in (0, 3):
+        writer = _open(make_args("--moe-ext-no-trackio", iteration=iteration))
+        for step in range(iteration + 1, 5):
+            writer.scalars(step, {"start": float(iteration)})
+            writer.routing(step, [0], np.array([[3, 1]]))
+        writer.close()
+    # Run to its end: Megatron evaluates and writes for the last step once more.
+    writer = _open(make_args("--moe-ext-no-trackio", iteration=4))
+    writer.scalars(4, {"lm loss test": 2.0})
+    writer.close()
+    run = read_run(tmp_path / "moe")
+    assert [(row.step, row.metrics) for row in run.rows] == [
+        (1, {"start": 0.0}), (2, {"start": 0.0}), (3, {"start": 0.0}), (4, {"start": 3.0, "lm loss test": 2.0})
+    ]  # fmt: skip
+    assert [frame.start for frame in run.routing] == [1, 1, 1, 2]
+
+
+def test_alarms_of_earlier_starts_come_back_without_the_steps_run_again(make_args) -> None:
+    for iteration, steps in ((0, (5, 20)), (10, (12,)), (8, ())):
+        writer = _open(make_args("--moe-ext-no-trackio", iteration=iteration))
+        writer.scalars(iteration + 1, {"x": 1.0})
+        for step in steps:
+            writer.alarm({"name": "loss_spike", "state": "raised", "step": step, "value": float("nan")})
+        found = [(record["step"], record["value"]) for record in writer.earlier_alarms()]
+        writer.close()
+    assert found == [(5, "NaN")]
+
+
+def test_the_last_value_comes_with_its_step(make_args) -> None:
+    writer = _open(make_args("--moe-ext-no-trackio"))
+    assert writer.last("lm loss") is None
+    writer.scalars(5, {"lm loss": 2.0})
+    writer.scalars(6, {"grad-norm": 1.0})
+    assert writer.last("lm loss") == (5, 2.0)
+    writer.close()
