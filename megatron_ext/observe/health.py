@@ -15,10 +15,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.errors import UserError
 from megatron_ext.observe import names
 from megatron_ext.observe.sink import CLEARED, alarm_key
+from megatron_ext.tracking.lines import number
 
 # What a person looks at first, with the part of the key that is shown.
 _SHOWN = (
@@ -122,9 +124,9 @@ def _values(rows: Sequence[Any]) -> list[dict[str, Any]]:
                 {
                     "metric": metric,
                     "part": part,
-                    "first": first.metrics[key],
+                    "first": number(first.metrics[key]),
                     "first_step": first.step,
-                    "last": last.metrics[key],
+                    "last": number(last.metrics[key]),
                     "last_step": last.step,
                     "layer": None if layer is None else int(layer),
                 }
@@ -141,18 +143,26 @@ def _key(metric: str, part: str) -> str:
 
 def _show(state: Mapping[str, Any], console: Console) -> None:
     if state["step"] is None:
-        console.print(f"{state['run_dir']}: no step recorded yet")
+        console.print(f"{state['run_dir']}: no step recorded yet", markup=False)
         return
-    console.print(f"{state['name'] or state['run_dir']}: step {state['step']}, {_age(state['age_s'])} ago")
+    name = state["name"] or state["run_dir"]
+    console.print(f"{name}: step {state['step']}, {_age(state['age_s'])} ago", markup=False)
     if state["alarms"]:
         table = Table("alarm", "where", "measure", "limit", "since", title="Alarms that stand")
         for alarm in state["alarms"]:
-            value = f"{alarm['metric']} {alarm['value']:.4g}"
-            table.add_row(alarm["name"], _where(alarm), value, f"{alarm['limit']:.4g}", f"step {alarm['since_step']}")
+            value = f"{alarm.get('metric', '')} {_short(alarm.get('value'))}"
+            words = (
+                alarm["name"],
+                _where(alarm),
+                value,
+                _short(alarm.get("limit")),
+                f"step {alarm.get('since_step', '?')}",
+            )
+            table.add_row(*map(Text, words))
         console.print(table)
-        tries = {(alarm["name"], alarm["remedy"], alarm["link"]) for alarm in state["alarms"]}
+        tries = {(alarm["name"], alarm.get("remedy", ""), alarm.get("link", "")) for alarm in state["alarms"]}
         for name, remedy, link in sorted(tries):
-            console.print(f"{name}: {remedy} ({link})", highlight=False)
+            console.print(f"{name}: {remedy} ({link})", highlight=False, markup=False)
     else:
         console.print("no alarm stands")
     if not any(names.METRICS[row["metric"]].per_layer for row in state["values"]):
@@ -162,13 +172,18 @@ def _show(state: Mapping[str, Any], console: Console) -> None:
         known = names.METRICS[row["metric"]]
         layer = "" if row["layer"] is None else str(row["layer"])
         title = f"{known.title} ({row['part']})" if row["part"] else known.title
-        table.add_row(title, f"{row['first']:.4g}", f"{row['last']:.4g} {known.unit}".rstrip(), layer, known.meaning)
+        table.add_row(title, _short(row["first"]), f"{_short(row['last'])} {known.unit}".rstrip(), layer, known.meaning)
     console.print(table)
 
 
 def _where(alarm: Mapping[str, Any]) -> str:
     parts = (("layer", alarm.get("layer")), ("expert", alarm.get("expert")), ("EP rank", alarm.get("rank")))
     return "\n".join(f"{word} {value}" for word, value in parts if value is not None) or "whole step"
+
+
+def _short(value: float | str | None) -> str:
+    """Return a number for people; nan and infinities come as strings, as in the files (null in older ones)."""
+    return "not finite" if value is None else f"{float(value):.4g}"
 
 
 def _age(seconds: float) -> str:

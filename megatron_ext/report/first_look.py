@@ -17,13 +17,14 @@ MEMORY_SPREAD_HIGH = 0.2
 # A jump of the loss that a person would see: as the loss_spike alarm, but from the first steps on.
 JUMP, JUMP_NOISES = 0.1, 10.0
 GIB = float(1 << 30)
+GAPS_SHOWN = 4
 
 
 def findings(views: Sequence[View]) -> list[str]:
     """Return sentences, worst first; one that says what was checked where nothing stands out."""
     found = [
         text
-        for check in (_alarms, _not_finite, _held_out, _jump, _idle, _ranks, _memory)
+        for check in (_alarms, _not_finite, _held_out, _jump, _idle, _ranks, _memory, _missing)
         for view in views
         for text in check(view)
     ]
@@ -129,6 +130,24 @@ def _memory(view: View) -> list[str]:
     ]
 
 
+def _missing(view: View) -> list[str]:
+    sentences = []
+    gaps = view.gaps()
+    if gaps:
+        listed = ", ".join(f"{low} to {high}" if high > low else f"{low}" for low, high in gaps[:GAPS_SHOWN])
+        more = ", ..." if len(gaps) > GAPS_SHOWN else ""
+        sentences.append(
+            f"{view.label}: the record has no row for steps {listed}{more}. A start that was killed, or a full disk, "
+            "took them along; curves run straight across."
+        )
+    if view.run.skipped_lines:
+        sentences.append(
+            f"{view.label}: {view.run.skipped_lines} lines of its files can't be read (a kill or a full disk tore "
+            "them) and are left out."
+        )
+    return sentences
+
+
 def peak_memory(view: View) -> dict[int, float]:
     """Return every rank's peak over the run, in bytes; empty where it was not recorded for each rank."""
     prefix = "step/peak_memory/rank_"
@@ -138,12 +157,13 @@ def peak_memory(view: View) -> dict[int, float]:
 
 
 def _checked(views: Sequence[View]) -> str:
-    checks = [
-        "no alarm stands",
-        "every loss is finite",
-        "no training loss jumped",
-        "no held-out loss ended above its start",
-    ]
+    checks = ["no alarm stands"]
+    if any(len(view.loss()) for view in views):
+        checks += ["every loss is finite", "no training loss jumped"]
+    if any(len(view.held_out()) for view in views):
+        checks.append("no held-out loss ended above its start")
     if any(view.run.routing for view in views):
         checks.append("every expert got tokens in the last sampled step")
+    if any(view.run.rows for view in views):
+        checks.append("no step is missing")
     return ", ".join(checks) + "."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.report import facts
 from megatron_ext.report.first_look import findings
@@ -39,7 +40,8 @@ def show(views: Sequence[View], console: Console) -> None:
         words = name in ("label", "kind")
         table.add_column(title, overflow="fold", justify="left" if words else "right", no_wrap=not words)
     for row in rows:
-        table.add_row(*[str(getattr(row, name)) for _, name in columns])
+        # A name like "moe[aux]" is text, not markup.
+        table.add_row(*[Text(str(getattr(row, name))) for _, name in columns])
     console.print(table)
     for sentence in [*findings(views), *facts.loss_sentences(views), *facts.max_vio_sentences(views)]:
         console.print(f"- {sentence}", highlight=False, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,20 @@ class View:
         if tokens is None or last == first:
             return first - 1, 0.0
         return first - 1, max(0.0, float(tokens[0]) - float(tokens[1] - tokens[0]) / (last - first))
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the stretches of steps, first and last, that have no row though there are some before and after."""
+        steps = np.array([row.step for row in self.run.rows], dtype=np.int64)
+        if len(steps) < 2:
+            return []
+        # Megatron logs every --tensorboard-log-interval steps; a run that doesn't say is judged by its own habit.
+        logged = self.info.config.get("tensorboard_log_interval")
+        usual = logged if isinstance(logged, int) and logged > 0 else int(np.median(np.diff(steps)))
+        return [
+            (int(before) + 1, int(after) - 1)
+            for before, after in pairwise(steps)
+            if after - before > usual
+        ]
 
     def last_step(self) -> int:
         """The last step on record, 0 for none."""

@@ -150,3 +150,20 @@ def test_a_long_run_is_answered_from_a_bounded_file(tmp_path):
             out.write(json.dumps({"step": step, "time": 1.0, "start": 1, "metrics": metrics}) + "\n")
     assert (run / "metrics.jsonl").stat().st_size < 20e6
     assert main(["health", str(run), "--json"]) == 0
+
+
+def test_values_that_are_not_finite_and_names_with_brackets(tmp_path, capsys):
+    alarm = record("loss_spike", None, RAISED, 2)
+    lines = [{**alarm, "value": "NaN", "limit": None}, {"name": "of another version", "state": RAISED}]
+    run = write_run(tmp_path / "moe[aux]", alarms=lines, **{"moe/z_rms/max": "NaN"})
+    assert main(["health", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "moe[aux]: step 3" in out
+    assert "nan" in out
+    assert main(["health", str(run), "--json"]) == 1
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    state = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert state["alarms"][0]["value"] == "NaN"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from synthetic import make_run
 
 from megatron_ext.cli import main
 
@@ -86,3 +87,15 @@ def test_report_needs_neither_torch_nor_trackio(quickstart) -> None:
         subprocess.run([sys.executable, "-c", script, str(quickstart[1])], check=False, capture_output=True).returncode
         == 0
     )
+
+
+def test_a_name_with_markup_is_text_everywhere(tmp_path: Path, capsys) -> None:
+    name = "moe[aux] [/] <script>alert(1)</script>"
+    folder = make_run(tmp_path / "run", steps=20, layers=2, experts=4)
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "name": name}))
+    assert main(["report", str(folder), "-o", str(tmp_path / "r.html")]) == 0
+    assert "moe[aux] [/]" in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "r.html").read_text()
+    assert "<script>alert" not in page
+    assert "moe[aux] [/] &lt;script&gt;" in page

@@ -112,3 +112,31 @@ def test_an_alarm_that_moved_to_another_expert_is_one_alarm(tmp_path: Path) -> N
         (span,) = extras.alarm_spans(view)
         assert span["end"] == end
         assert span["expert"] == (5 if number == 1 else 3)
+
+
+def _rows(folder: Path, steps, **config) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_bytes(orjson.dumps({"id": "x", "name": folder.name, "config": config}))
+    lines = [metric_line(step, 1, None, {"lm loss": 4.0 - step / 100}) for step in steps]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+def test_steps_without_a_row_and_torn_lines_are_told(tmp_path: Path) -> None:
+    folder = _rows(tmp_path / "gaps", [*range(1, 31), *range(36, 50), 51])
+    with (folder / "metrics.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 52, "ti')
+    text = " ".join(findings(load_views([folder])))
+    assert "no row for steps 31 to 35, 50." in text
+    assert "1 lines of its files can't be read" in text
+    assert "Nothing stands out" not in text
+
+
+def test_a_logging_interval_is_no_gap(tmp_path: Path) -> None:
+    steps = [1, *range(5, 60, 5)]
+    (sentence,) = findings(load_views([_rows(tmp_path / "sparse", steps, tensorboard_log_interval=5)]))
+    assert sentence.endswith("no step is missing.")
+
+
+def test_a_run_without_a_loss_is_not_said_to_have_a_finite_one(tmp_path: Path) -> None:
+    assert findings(load_views([_rows(tmp_path / "new", [])])) == ["Nothing stands out: no alarm stands."]
