@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from megatron_ext.data.job import Job, Recipe, existing_manifest, finish, parts_
 from megatron_ext.data.manifest import Manifest, args_path
 from megatron_ext.data.progress import Meter
 from megatron_ext.data.sources import Source, find_sources
+from megatron_ext.data.split import SPLITS
 from megatron_ext.data.tokenizer import OpenTokenizer, open_tokenizer, train_tokenizer
 from megatron_ext.errors import UserError
 
@@ -187,6 +189,7 @@ def _trained(
 
 def _show_manifest(manifest: Manifest, as_json: bool) -> None:
     rows: list[Row] = [(s.label, s.split, s.documents, s.tokens) for s in manifest.shards]
+    lists = {f"{split}_args": args_path(manifest, split) for split in SPLITS}
     _print_rows(
         rows,
         f"{manifest.tokenizer.vocab_size:,} entries, {manifest.dtype}",
@@ -197,14 +200,13 @@ def _show_manifest(manifest: Manifest, as_json: bool) -> None:
             "tokenizer": str(manifest.tokenizer.path),
             "vocab_size": manifest.tokenizer.vocab_size,
             "per_split_data_args": str(manifest.blend_path),
-            "train_args": str(args_path(manifest, "train")),
-            "valid_args": str(args_path(manifest, "valid")),
+            **{name: str(path) if path else None for name, path in lists.items()},
         },
     )
     if not as_json:
         print(
             f"manifest  {manifest.path}\ntrain with --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            f"{manifest.tokenizer.path} --per-split-data-args-path {manifest.blend_path}"
+            f"{quote(str(manifest.tokenizer.path))} --per-split-data-args-path {quote(str(manifest.blend_path))}"
         )
 
 

@@ -118,15 +118,8 @@ def existing_manifest(job: Job, *, overwrite: bool) -> Manifest | None:
     """Return the finished manifest of the same job, None where there is none.
 
     Raises:
-        UserError: The directory holds another corpus and `overwrite` is not set, or its name has white space.
+        UserError: The directory holds another corpus and `overwrite` is not set.
     """
-    if any(c.isspace() for c in str(job.output)):
-        raise UserError(
-            "the output directory has white space in its name",
-            where=str(job.output),
-            why="Megatron splits its lists of prefixes at white space",
-            remedy="choose another --output",
-        )
     file = job.output / FILE_NAME
     if not file.exists():
         return None

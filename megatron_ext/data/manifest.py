@@ -81,10 +81,13 @@ class Manifest:
         return self.path.with_name("blend.json")
 
 
-def args_path(manifest: Manifest, split: Split) -> Path:
+def args_path(manifest: Manifest, split: Split) -> Path | None:
     """Return the file of `weight prefix` lines of one split, for `--data-args-path` or `--train-data-path`.
+
+    None where the folder's name has white space: Megatron splits these lists there. It reads `blend.json` as it is.
     """
-    return manifest.path.with_name(f"{split}.args")
+    path = manifest.path.with_name(f"{split}.args")
+    return None if any(letter.isspace() for letter in str(path)) else path
 
 
 def blend_words(shards: tuple[Shard, ...]) -> list[str]:
@@ -109,7 +112,8 @@ def write_manifest(manifest: Manifest) -> None:
         words = blend_words(manifest.of_split(split))
         blend[split] = words or None
         lines = [" ".join(pair) for pair in zip(words[::2], words[1::2], strict=True)]
-        write_text(args_path(manifest, split), "".join(f"{line}\n" for line in lines))
+        if listed := args_path(manifest, split):
+            write_text(listed, "".join(f"{line}\n" for line in lines))
     write_json(manifest.blend_path, blend)
     write_json(manifest.path, _to_plain(manifest))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.usage import whole
 
 NAMES = ("alltoall", "megatron", "dedup", "dedup-static", "twohop", "twohop-static")
 DTYPES = ("bfloat16", "float32")
@@ -21,15 +22,15 @@ DTYPES = ("bfloat16", "float32")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument("subject", choices=["dispatch"], help="what to time")
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: the GPUs here, or 4 on the CPU)")
-    parser.add_argument("--ranks-per-node", type=int, help="emulate nodes of this many ranks (default: one node)")
-    parser.add_argument("--tokens", type=int, nargs="+", help="tokens a rank (default 2k to 32k; 256 on the CPU)")
-    parser.add_argument("--hidden", type=int, help="hidden size (default 2048; 256 on the CPU)")
-    parser.add_argument("--experts", type=int, default=64, help="experts over all ranks (default 64)")
-    parser.add_argument("--top-k", type=int, default=8, help="choices a token (default 8)")
+    parser.add_argument("--ranks", type=whole(), help="ranks to start (default: the GPUs here, or 4 on the CPU)")
+    parser.add_argument("--ranks-per-node", type=whole(), help="emulate nodes of this many ranks (default: one node)")
+    parser.add_argument("--tokens", type=whole(), nargs="+", help="tokens a rank (default 2k to 32k; 256 on the CPU)")
+    parser.add_argument("--hidden", type=whole(), help="hidden size (default 2048; 256 on the CPU)")
+    parser.add_argument("--experts", type=whole(), default=64, help="experts over all ranks (default 64)")
+    parser.add_argument("--top-k", type=whole(), default=8, help="choices a token (default 8)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tokens (default bfloat16)")
     parser.add_argument("--dispatchers", nargs="+", choices=NAMES, help="default: all that run here")
-    parser.add_argument("--repeats", type=int, default=20, help="timed turns (default 20)")
+    parser.add_argument("--repeats", type=whole(), default=20, help="timed turns (default 20)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
 
@@ -45,6 +46,7 @@ def _launch(args: argparse.Namespace) -> int:
     import torch
 
     ranks = args.ranks or torch.cuda.device_count() or 4
+    _check(args, ranks)
     words = sys.argv[sys.argv.index("bench") :] if "bench" in sys.argv else ["bench", args.subject]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -82,12 +84,38 @@ def _rank(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace, ranks: int) -> None:
+    """Refuse before the ranks start what they would refuse: torchrun prints a page about each of them."""
+    import torch
+
+    from megatron_ext.dispatch.layout import Layout
+
+    Layout(ranks, 0, _share(args.experts, ranks), args.ranks_per_node or ranks)
+    if args.top_k > args.experts:
+        raise UserError(
+            "a token cannot choose that many experts",
+            where=f"--top-k {args.top_k}, --experts {args.experts}",
+            remedy="change one of the two numbers",
+            exit_code=64,
+        )
+    if "megatron" in (args.dispatchers or ()) and not torch.cuda.is_available():
+        raise UserError(
+            "upstream's dispatcher is timed on GPUs only",
+            where="--dispatchers megatron",
+            why="it works on CUDA streams",
+            remedy="leave it out; alltoall is the same exchange",
+            exit_code=64,
+        )
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _share(experts: int, world: int) -> int:
     if experts % world:
         raise UserError(
             "the experts do not divide over the ranks",
             where=f"--experts {experts}, {world} ranks",
-            remedy="choose a multiple of the ranks",
+            remedy="choose --ranks, or --experts as a multiple of them",
             exit_code=64,
         )
     return experts // world
@@ -120,7 +148,6 @@ def _report(args: argparse.Namespace, layout: Any, rows: Sequence[Any], device: 
         "rows": [asdict(row) for row in rows],
     }
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     if args.json:
         print(json.dumps(record))

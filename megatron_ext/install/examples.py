@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from megatron_ext.data.files import write_bytes
 from megatron_ext.errors import UserError
 
 _PACKAGED = Path(__file__).resolve().parents[1] / "_examples"
@@ -56,8 +57,7 @@ def copy_examples(folder: Path, *, force: bool = False) -> list[str]:
         )
     for name, data in todo.items():
         target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+        write_bytes(target, data)
         target.chmod(0o755 if data.startswith(b"#!") else 0o644)
     return sorted(todo)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.observe import names
 from megatron_ext.observe.sink import CLEARED, alarm_key
 from megatron_ext.tracking.lines import number
+from megatron_ext.usage import whole
 
 # What a person looks at first, with the part of the key that is shown.
 _SHOWN = (
@@ -53,10 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of a run directory: Megatron's tokens_per_expert/ folder, a routing trace folder, an "
         "activations/iter_N folder, or a checkpoint's iter_N folder (expert bias)",
     )
-    parser.add_argument("--num-experts", type=int, default=0, help="experts a layer, for a routing trace")
-    parser.add_argument("--expert-parallel", type=int, default=1, help="--expert-model-parallel-size of that run")
+    parser.add_argument("--num-experts", type=whole(0), default=0, help="experts a layer, for a routing trace")
+    parser.add_argument("--expert-parallel", type=whole(), default=1, help="--expert-model-parallel-size of that run")
     parser.add_argument(
-        "--micro-batch-size", type=int, default=0, help="of that run: a trace's tokens are then told apart by sequence"
+        "--micro-batch-size",
+        type=whole(0),
+        default=0,
+        help="of that run: a trace's tokens are then told apart by sequence",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -167,13 +172,23 @@ def _show(state: Mapping[str, Any], console: Console) -> None:
         console.print("no alarm stands")
     if not any(names.METRICS[row["metric"]].per_layer for row in state["values"]):
         console.print("no routing metrics: a dense model, or --moe-ext-observe-interval 0")
-    table = Table("metric", "first", "last", "at layer", "what it says")
+    table = Table("metric", "first", "last", "layer", "what it says")
     for row in state["values"]:
         known = names.METRICS[row["metric"]]
         layer = "" if row["layer"] is None else str(row["layer"])
         title = f"{known.title} ({row['part']})" if row["part"] else known.title
-        table.add_row(title, _short(row["first"]), f"{_short(row['last'])} {known.unit}".rstrip(), layer, known.meaning)
+        first, last = (_reading(row[time], known.unit) for time in ("first", "last"))
+        unit = "" if known.unit == "bytes" else known.unit
+        table.add_row(title, first, f"{last} {unit}".rstrip(), layer, known.meaning)
     console.print(table)
+
+
+def _reading(value: float | str | None, unit: str) -> str:
+    """Return a number as people say it; bytes bring their unit along."""
+    number = math.nan if value is None else float(value)
+    if unit == "bytes":
+        return f"{number / 2**30:.2f} GiB"
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else _short(value)
 
 
 def _where(alarm: Mapping[str, Any]) -> str:

@@ -7,24 +7,25 @@ import json
 from dataclasses import asdict
 
 from megatron_ext.plan.dispatch import Cluster, Estimate, Layer, simulate
+from megatron_ext.usage import real, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subject."""
-    parser.add_argument("--experts", type=int, default=64, help="experts (default 64)")
-    parser.add_argument("--top-k", type=int, default=8, help="choices a token (default 8)")
-    parser.add_argument("--ep", type=int, default=16, help="ranks of the expert-parallel group (default 16)")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="GPUs a node (default 8)")
-    parser.add_argument("--hidden", type=int, default=2048, help="hidden size (default 2048)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch (default 8192)")
-    parser.add_argument("--value-bytes", type=int, default=2, help="bytes of a hidden value (default 2: bf16)")
-    parser.add_argument("--nic-gbps", type=float, default=45.0, help="network GB/s a GPU, one direction (default 45)")
-    parser.add_argument("--nvlink-gbps", type=float, default=300.0, help="NVLink GB/s a GPU (default 300)")
-    parser.add_argument("--latency-us", type=float, default=0.0, help="of a message between nodes (default 0)")
-    parser.add_argument("--groups", type=int, default=0, help="expert groups of group-limited routing (default none)")
-    parser.add_argument("--group-top-k", type=int, default=0, help="groups that a token may use")
-    parser.add_argument("--skew", type=float, default=0.0, help="spread of the experts' popularity (default 0: even)")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn tokens")
+    parser.add_argument("--experts", type=whole(), default=64, help="experts (default 64)")
+    parser.add_argument("--top-k", type=whole(), default=8, help="choices a token (default 8)")
+    parser.add_argument("--ep", type=whole(), default=16, help="ranks of the expert-parallel group (default 16)")
+    parser.add_argument("--ranks-per-node", type=whole(), default=8, help="GPUs a node (default 8)")
+    parser.add_argument("--hidden", type=whole(), default=2048, help="hidden size (default 2048)")
+    parser.add_argument("--tokens", type=whole(), default=8192, help="tokens a rank and micro-batch (default 8192)")
+    parser.add_argument("--value-bytes", type=whole(), default=2, help="bytes of a hidden value (default 2: bf16)")
+    parser.add_argument("--nic-gbps", type=real(above=0), default=45.0, help="network GB/s a GPU, one way (default 45)")
+    parser.add_argument("--nvlink-gbps", type=real(above=0), default=300.0, help="NVLink GB/s a GPU (default 300)")
+    parser.add_argument("--latency-us", type=real(low=0), default=0.0, help="of a message between nodes (default 0)")
+    parser.add_argument("--groups", type=whole(0), default=0, help="groups of group-limited routing (default none)")
+    parser.add_argument("--group-top-k", type=whole(0), default=0, help="groups that a token may use")
+    parser.add_argument("--skew", type=real(low=0), default=0.0, help="spread of experts' popularity (default 0: even)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the drawn tokens")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -10,6 +10,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.plan import dispatch
 from megatron_ext.plan.layout import EVIDENCE, MIN_ROWS, Layout, Plan, first, layouts, straddling
 from megatron_ext.plan.memory_cli import GPU_MIB, SPARE, run_from_flags
+from megatron_ext.usage import Parser
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 # Seen on H200s (docs/measurements.md: reserved over allocated).
@@ -107,7 +108,7 @@ def plan_from_flags(flags: list[str], args: Namespace) -> tuple[Plan, list[str]]
 
 def _parser() -> ArgumentParser:
     """A parser of the flags that a layout varies or needs beside those of the memory's estimate."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="megatron-moe plan layout", add_help=False, allow_abbrev=False)
     for name in MODEL_PARALLEL:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1)
     for name in ("expert-tensor-parallel-size", "expert-model-parallel-size", "micro-batch-size", "global-batch-size",

@@ -11,6 +11,7 @@ from megatron_ext.plan.memory import Estimate, Run, estimate, learned_rank_load
 from megatron_ext.plan.parameters import ModelShape
 from megatron_ext.runtime import preset
 from megatron_ext.upcycle.flags import moe_layers, parse_layer_freq
+from megatron_ext.usage import Parser, real, whole
 
 # As `nvidia-smi` gives it for an H200.
 GPU_MIB = 143771
@@ -29,13 +30,13 @@ NOT_MODELLED = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of the subject."""
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the run (default 1)")
-    parser.add_argument("--vocab", type=int, help="tokens of the tokenizer, where --vocab-size is not among the flags")
+    parser.add_argument("--ranks", type=whole(), default=1, help="GPUs of the run (default 1)")
+    parser.add_argument("--vocab", type=whole(), help="tokens of the tokenizer, where the flags lack --vocab-size")
     parser.add_argument(
-        "--rank-load", type=float, default=1.0, metavar="X",
+        "--rank-load", type=real(low=1), default=1.0, metavar="X",
         help="rows of the fullest rank over the mean, for experts on several ranks (default 1: even routing)",
     )  # fmt: skip
-    parser.add_argument("--gpu-mib", type=float, default=GPU_MIB, help=f"memory of the card (default {GPU_MIB}: H200)")
+    parser.add_argument("--gpu-mib", type=real(above=0), default=GPU_MIB, help=f"the card's (default {GPU_MIB}: H200)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("flags", nargs=REMAINDER, metavar="-- MEGATRON FLAGS")
 
@@ -92,16 +93,16 @@ def run_from_flags(flags: list[str], *, ranks: int, vocab: int | None = None, ra
 
 def _parser() -> ArgumentParser:
     """A parser of the flags that matter, with Megatron's names and defaults."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="megatron-moe plan memory", add_help=False, allow_abbrev=False)
     for name in (
         "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
         "seq-length", "micro-batch-size", "vocab-size", "num-experts", "moe-ffn-hidden-size", "recompute-num-layers",
         "moe-shared-expert-intermediate-size", *(name.replace("_", "-") for name in NOT_MODELLED),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--moe-router-topk", type=int, default=2)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+        parser.add_argument(f"--{name}", type=whole(0))
+    parser.add_argument("--expert-model-parallel-size", type=whole(), default=1)
+    parser.add_argument("--moe-router-topk", type=whole(), default=2)
+    parser.add_argument("--make-vocab-size-divisible-by", type=whole(), default=128)
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--tokenizer-type")

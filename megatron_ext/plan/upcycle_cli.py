@@ -12,6 +12,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.plan import parameters
 from megatron_ext.plan.parameters import ModelShape
 from megatron_ext.plan.upcycle import OLMOE_TOKENS, SPARSE_UPCYCLING_COMPUTE, WORDS, Cost, cost
+from megatron_ext.usage import whole
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -27,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("num-attention-heads", 32, "heads"), ("num-query-groups", 4, "groups of grouped-query attention"),
         ("vocab-size", 128256, "vocabulary, padded"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+        parser.add_argument(f"--{name}", type=whole(), default=default, help=f"{text} (default {default})")
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", help="as in the training command")
-    parser.add_argument("--num-experts", type=int, default=64, help="experts (default 64)")
-    parser.add_argument("--router-topk", "--moe-router-topk", dest="topk", type=int, default=8,
+    parser.add_argument("--num-experts", type=whole(), default=64, help="experts (default 64)")
+    parser.add_argument("--router-topk", "--moe-router-topk", dest="topk", type=whole(), default=8,
                         help="experts a token (default 8)")
-    parser.add_argument("--moe-ffn-hidden-size", type=int, help="width of an expert (default: dense width / top-k)")
-    parser.add_argument("--moe-shared-expert-intermediate-size", type=int, default=0, help="shared experts' width")
-    parser.add_argument("--moe-layers", type=int, help="how many layers become MoE layers (default: all)")
-    parser.add_argument("--value-bytes", type=int, default=2, help="bytes of a weight on disk (default 2: bf16)")
+    parser.add_argument("--moe-ffn-hidden-size", type=whole(), help="width of an expert (default: dense width / top-k)")
+    parser.add_argument("--moe-shared-expert-intermediate-size", type=whole(0), default=0, help="shared experts' width")
+    parser.add_argument("--moe-layers", type=whole(), help="how many layers become MoE layers (default: all)")
+    parser.add_argument("--value-bytes", type=whole(), default=2, help="bytes of a weight on disk (default 2: bf16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -82,7 +82,7 @@ def find_baseline(runs: Sequence[Measurement], like: Measurement) -> Baseline | 
 
 def judge_alltoall(found: Measurement, runs: Sequence[Measurement], *, expected_ranks: int | None = None) -> Finding:
     """Judge a measurement by the rule above; the rank count first, since a figure of other ranks means nothing."""
-    where = f"{found.num_nodes} nodes"
+    where = f"{found.num_nodes} node{'s' if found.num_nodes > 1 else ''}"
     value = f"{found.busbw_gbps:.2f} GB/s, #wrong {found.wrong if found.wrong is not None else 'unchecked'}"
     if expected_ranks is not None and found.ranks != expected_ranks:
         return Finding(

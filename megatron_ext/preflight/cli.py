@@ -17,6 +17,7 @@ from megatron_ext.preflight.findings import EXIT_CODES, Finding, print_table, to
 from megatron_ext.preflight.judge import JudgeOptions, judge_directory, logs_of, read_measurement
 from megatron_ext.preflight.node import NodeOptions, check_node
 from megatron_ext.preflight.transport import FABRICS, expected_fabric, judge_transport, read_transport
+from megatron_ext.usage import real, whole
 
 PARTS = ("all", "node", "alltoall", "judge", "baseline", "transport")
 _HELP = """\
@@ -38,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="*", type=Path, help="for `transport`: NCCL logs or their directory")
     parser.add_argument("--out", type=Path, default=Path("preflight"), help="the parts' directory (default preflight)")
     parser.add_argument("--run-dir", type=Path, help="where the run will write, to check its disk (default --out)")
-    parser.add_argument("--need-gb", type=float, default=50.0, help="free space that the run needs (default 50)")
+    parser.add_argument("--need-gb", type=real(low=0), default=50.0, help="free space that the run needs (default 50)")
     parser.add_argument("--baselines", type=Path, default=Path(os.environ.get("MOE_BASELINES", "baselines.json")),
                         help="known-good figures (default $MOE_BASELINES, or baselines.json)")  # fmt: skip
-    parser.add_argument("--nodes", type=int, help="nodes of the allocation")
-    parser.add_argument("--ranks", type=int, help="ranks expected in the all-to-all")
-    parser.add_argument("--gpus", type=int, help="GPUs that each node must have")
+    parser.add_argument("--nodes", type=whole(), help="nodes of the allocation")
+    parser.add_argument("--ranks", type=whole(), help="ranks expected in the all-to-all")
+    parser.add_argument("--gpus", type=whole(0), help="GPUs that each node must have")
     parser.add_argument(
         "--size", default="0", help="send buffer of a rank, e.g. 8G (default: 8G on GPUs, 16M on the CPU)"
     )
-    parser.add_argument("--iterations", type=int, default=20, help="timed repetitions (default 20)")
+    parser.add_argument("--iterations", type=whole(), default=20, help="timed repetitions (default 20)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--pairs", action="store_true", help="measure the nodes pair by pair too, to find a slow one")
     parser.add_argument("--transport", choices=FABRICS, default="auto", help="network that NCCL must use")
@@ -55,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one part; return the exit status."""
+    """Run one part; return the exit status.
+
+    Raises:
+        UserError: The size is none, or there is nothing to judge or to record.
+    """
+    parse_size(args.size)  # before a minute of measuring
     if args.part == "alltoall":
         from megatron_ext.preflight.alltoall import AllToAllOptions, measure
 
@@ -69,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return _show(_transport(args), args.json)
     if args.part == "all":
         _run_here(args)
+    elif not args.out.is_dir():
+        raise UserError("there is no such folder of parts", where=str(args.out), exit_code=2,
+                        remedy="name the --out that the parts wrote into; `megatron-moe preflight` alone does it all")
     return _show(judge_directory(_judge_options(args)), args.json)
 
 

@@ -47,7 +47,8 @@ def judge_shared(reported: Sequence[str], expected_nodes: int | None, directory:
     if count > 1 and kind in LOCAL_KINDS:
         remedy = "checkpoints must outlive the node: use a shared file system"
         return Finding("shared directory", where, "warning", kind, "a shared file system", remedy)
-    return Finding("shared directory", where, "good", f"{count} node reports, {kind or 'unknown'} file system")
+    reports = "1 node report" if count == 1 else f"{count} node reports"
+    return Finding("shared directory", where, "good", f"{reports}, {kind or 'unknown'} file system")
 
 
 def file_system_of(path: Path) -> str:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         for run_dir in args.run_dir:
             print(bring_into_trackio(run_dir, args.trackio_dir))
         return 0
-    views = load_views(args.run_dir)
+    views = load_views(list({path.resolve(): path for path in args.run_dir}.values()))  # each run once
     if args.json:
         print(json.dumps([asdict(row) for row in summary_rows(views)], indent=2))
     else:

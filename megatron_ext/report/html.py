@@ -55,10 +55,13 @@ def write(views: Sequence[View], target: Path) -> int:
     text = render(views, target.parent).encode()
     try:
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        finally:
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             "the report cannot be written",

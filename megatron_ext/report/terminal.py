@@ -43,5 +43,7 @@ def show(views: Sequence[View], console: Console) -> None:
         # A name like "moe[aux]" is text, not markup.
         table.add_row(*[Text(str(getattr(row, name))) for _, name in columns])
     console.print(table)
+    if any(row.train_loss for row in rows):
+        console.print("loss: the first step's → the mean of the last twentieth of the steps", highlight=False)
     for sentence in [*findings(views), *facts.loss_sentences(views), *facts.max_vio_sentences(views)]:
         console.print(f"- {sentence}", highlight=False, markup=False)

@@ -47,8 +47,10 @@ def train(flags: Sequence[str], *, asked_device: str) -> None:
 
 
 def add_extra_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the `--moe-ext-*` flags of every room to Megatron's parser."""
-    from megatron_ext import data, dispatch, experts, observe, preflight, tracking, upcycle
+    """Add the `--moe-ext-*` flags of every room to Megatron's parser, which then complains as our own do."""
+    from megatron_ext import data, dispatch, experts, observe, preflight, tracking, upcycle, usage
+
+    usage.answer_for(parser, "megatron-moe train -- --help")
 
     for room in (tracking, observe, data, dispatch, experts, upcycle, preflight, preset, adam):
         room.add_arguments(parser)

@@ -15,6 +15,7 @@ from megatron_ext.trace.advice import first_look
 from megatron_ext.trace.events import Trace
 from megatron_ext.trace.read import find_files, read_traces
 from megatron_ext.trace.summary import RankSummary, summarize
+from megatron_ext.usage import whole
 
 SCHEMA = 1
 
@@ -25,9 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "traces", nargs="+", type=Path, metavar="FILE_OR_FOLDER",
         help="traces of torch's profiler, of one run, one a rank (.json, .json.gz), their folder, or the run directory",
     )  # fmt: skip
-    parser.add_argument("--step", type=int, help="only this step, by its number in the trace (ProfilerStep#N)")
-    parser.add_argument("--rank", type=int, help="list this rank's gaps and waits (default: the one that idles most)")
-    parser.add_argument("--top", type=int, default=10, help="rows of each list (default 10)")
+    parser.add_argument("--step", type=whole(0), help="only this step, by its number in the trace (ProfilerStep#N)")
+    parser.add_argument("--rank", type=whole(0), help="list its gaps and waits (default: the rank that idles most)")
+    parser.add_argument("--top", type=whole(), default=10, help="rows of each list (default 10)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure as JSON; - prints it instead")
 
 

@@ -20,6 +20,7 @@ import orjson
 
 from megatron_ext.errors import UserError
 from megatron_ext.trace.events import CATEGORIES, Message, Trace
+from megatron_ext.tracking.rundir import RUN_FILE
 
 BLOCK = 8 << 20
 # An event ends with its brace two columns in; a text in JSON holds no line break, so no name can look like this.
@@ -48,6 +49,9 @@ def find_files(places: Sequence[Path]) -> list[Path]:
             # A run directory has JSON files of its own beside the folder of the traces.
             inside = place / "torch_profile"
             folder = inside if inside.is_dir() else place
+            if folder is place and (place / RUN_FILE).exists():
+                raise UserError("the run has no trace", where=str(place), why=f"there is no {inside.name} in it",
+                                remedy=_TAKE_ONE)  # fmt: skip
             files = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES))
         if not files:
             raise UserError("the folder holds no trace", where=str(place), why="no .json or .json.gz in it",

@@ -29,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 ROUTING_FILE = "routing.jsonl"
 ALARMS_FILE = "alarms.jsonl"
 STATE_FILE = "observe.json"
+_NAMED = 4  # runs that an error names
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,12 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
     """
     if not path.is_dir():
         raise UserError("no such run directory", where=str(path), remedy="name a directory given to --moe-ext-run-dir")
-    if not (path / RUN_FILE).exists() and not (path / METRICS_FILE).exists():
+    if not _holds_run(path):
         raise UserError(
             "this directory holds no run",
             where=str(path),
             why=f"it has neither {RUN_FILE} nor {METRICS_FILE}",
-            remedy="name a directory given to --moe-ext-run-dir",
+            remedy=_runs_near(path) or "name a directory given to --moe-ext-run-dir",
         )
     counter = _Skipped()
     lines = _metric_rows(_lines(path / METRICS_FILE, counter), counter)
@@ -155,6 +156,17 @@ def read_run(path: Path, *, routing: bool = True) -> Run:
     for row in lines:
         begun.setdefault(row.start, row.replaces)
     return Run(path, read_info(path), merge_rows(lines), frames, live_alarms(alarms, begun), counter.number)
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / RUN_FILE).exists() or (path / METRICS_FILE).exists()
+
+
+def _runs_near(path: Path) -> str:
+    """Say which runs lie in a directory, or around it (a run's `checkpoints`); empty where none does."""
+    near = [path.parent] if _holds_run(path.parent) else sorted(child for child in path.iterdir() if _holds_run(child))
+    more = ", ..." if len(near) > _NAMED else ""
+    return f"name a run: {', '.join(map(str, near[:_NAMED]))}{more}" if near else ""
 
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:

@@ -168,6 +168,12 @@ def damaged(where: str, why: str) -> UserError:
     return UserError("the checkpoint is damaged", where=where, why=why, remedy="take another checkpoint of the run")
 
 
+def _saves_near(root: Path) -> str:
+    """Say where the checkpoints are if one was meant: around an iteration's folder, or in a run's `checkpoints`."""
+    near = [folder for folder in (root.parent, root / "checkpoints") if (folder / TRACKER).is_file()]
+    return f"give {near[0]}" if near else ""
+
+
 def _newest(root: Path) -> tuple[Path, int]:
     tracker = root / TRACKER
     if not tracker.is_file():
@@ -175,7 +181,7 @@ def _newest(root: Path) -> tuple[Path, int]:
             "there is no checkpoint here",
             where=str(root),
             why=f"{TRACKER} does not exist in it",
-            remedy="give the folder that the run saved to (its --save)",
+            remedy=_saves_near(root) or "give the folder that the run saved to (its --save)",
         )
     word = tracker.read_text().strip()
     if word == RELEASE:

@@ -71,6 +71,23 @@ def test_blend_files_are_what_megatron_parses(corpus: Path) -> None:
     assert get_blend_and_blend_per_split(Args)[0] == train
 
 
+def test_a_path_with_a_space_goes_into_the_json_blend_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    out = tmp_path / "my data"
+    assert tokenize(write_texts(tmp_path / "in"), out) == 0
+    assert f"--per-split-data-args-path '{out}/blend.json'" in capfd.readouterr().out
+
+    class Args:
+        data_path = train_data_path = valid_data_path = test_data_path = data_args_path = None
+        per_split_data_args_path = str(out / "blend.json")
+
+    train, valid, _ = get_blend_and_blend_per_split(Args)[1]
+    assert {*train[0], *valid[0]} == {str(shard.prefix) for shard in load_manifest(out).shards}
+    assert not list(out.glob("*.args"))  # --data-args-path would cut them at the space
+    assert main(["tokenize", "--check", str(out)]) == 0
+
+
 def test_megatron_and_transformers_open_the_tokenizer_offline(corpus: Path) -> None:
     from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer
 

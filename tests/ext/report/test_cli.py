@@ -24,6 +24,11 @@ def test_table_and_page(quickstart, tmp_path: Path, capsys) -> None:
     assert page.stat().st_size < 3_000_000
 
 
+def test_a_run_named_twice_is_one_run(quickstart, capsys) -> None:
+    assert main(["report", str(quickstart[0]), f"{quickstart[0]}/", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+
+
 def test_json_is_only_json(quickstart, capsys) -> None:
     assert main(["report", *map(str, quickstart), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -102,6 +102,14 @@ def test_what_is_said_about_traces_that_do_not_fit_together(tmp_path, capsys):
     assert read_trace(tmp_path / "again" / "rank-0.json").rank == 0
 
 
+def test_a_run_that_was_not_profiled_says_so(tmp_path, capsys):
+    for name in ("run.json", "observe.json"):
+        (tmp_path / name).write_text("{}")
+    said = _fails(capsys, str(tmp_path))
+    assert "the run has no trace" in said
+    assert "observe.json" not in said
+
+
 def test_missing_ranks_and_unmarked_steps_are_said(tmp_path, capsys):
     path = _trace().write(tmp_path)
     assert main(["trace", str(path)]) == 0

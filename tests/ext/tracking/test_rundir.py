@@ -139,3 +139,13 @@ def test_alarm_lines_that_are_none_are_counted_and_left_out(tmp_path: Path) -> N
     run = read_run(tmp_path)
     assert len(run.alarms) == 1
     assert run.skipped_lines == 3
+
+
+def test_folder_around_or_inside_a_run_names_the_run(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (runs / "moe" / "checkpoints").mkdir(parents=True)
+    _write(runs / "moe", "metrics.jsonl", _row(1, 1, loss=1.0))
+    for wrong in (runs, runs / "moe" / "checkpoints"):
+        with pytest.raises(UserError) as raised:
+            read_run(wrong)
+        assert raised.value.remedy == f"name a run: {runs / 'moe'}"

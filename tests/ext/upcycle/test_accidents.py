@@ -53,6 +53,8 @@ def test_a_wish_that_cannot_be_is_refused(dense, tmp_path, capsys, flags, says):
 
 def test_no_checkpoint_and_an_existing_target_are_refused(dense, tmp_path, capsys):
     assert "no checkpoint here" in refusal(capsys, tmp_path, tmp_path / "moe", *moe_flags(Moe()))
+    for wrong in (dense.parent, next(dense.glob("iter_*"))):  # the run, and one iteration
+        assert f"try:   give {dense}\n" in refusal(capsys, wrong, tmp_path / "moe", *moe_flags(Moe()))
     assert main(["upcycle", str(dense), str(tmp_path / "moe"), *moe_flags(Moe())]) == 0
     assert "already holds a checkpoint" in refusal(capsys, dense, tmp_path / "moe", *moe_flags(Moe()))
     grown = refusal(capsys, tmp_path / "moe", tmp_path / "more", *moe_flags(Moe(16)), "--scaling", "none")
