@@ -5,8 +5,15 @@
 #   MANIFEST   manifest.json of `megatron-moe tokenize`;   OUT   run directory (default runs/first-run-1gpu)
 #   STEPS      length of the run (default 120)
 set -euo pipefail
+# shellcheck source=examples/moe/lib.sh
+. "$(dirname "$0")/lib.sh"
+case ${1:-} in
+  -h|--help) usage "$0" ;;
+  "") die "MANIFEST is missing" "bash $0 --help" ;;
+esac
+manifest=$(realpath -m "$1")
+if [ ! -r "$manifest" ]; then die "the data manifest $1 cannot be read" "check the path; megatron-moe tokenize writes it"; fi
 cd "$(dirname "$0")/../.."
-manifest=${1:?usage: first_run_1gpu.sh MANIFEST [OUT] [MEGATRON FLAGS...]}
 out=${2:-runs/first-run-1gpu}
 data=$(dirname "$manifest")
 STEPS=${STEPS:-120}

@@ -7,7 +7,7 @@
 #   RUN_DIR           one directory a run; give the same one to go on with it (default: SHARED_ROOT/runs/NAME-JOBID)
 #   TRAIN_IMAGE       container image for Pyxis; empty runs the checkout's own .venv, else what is on PATH
 #   GPUS_PER_NODE     ranks a node (default 8)
-#   MOE_DEVICE        auto, cuda or cpu (default auto)
+#   MOE_DEVICE        auto, cuda or cpu (default cuda: no GPU is an error; auto for MOE_SCALE=toy and the preflight)
 #   MAX_RESTARTS      how often a stopped job is requeued (default 20)
 
 LIB_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -44,7 +44,7 @@ setup() {  # setup SCRIPT NAME ARGUMENTS...: reads the common options; what is l
   RUN_DIR=${RUN_DIR:-$SHARED_ROOT/runs/$NAME-$RUN_ID}
   NNODES=${SLURM_JOB_NUM_NODES:-1}
   GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-  MOE_DEVICE=${MOE_DEVICE:-auto}
+  MOE_DEVICE=${MOE_DEVICE:-}
   if [ -z "${TRAIN_IMAGE:-}" ]; then
     export PATH="$REPO/.venv/bin:$PATH"
     if [ "$DRY_RUN" = 0 ] && ! command -v megatron-moe >/dev/null; then

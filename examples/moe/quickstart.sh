@@ -15,6 +15,12 @@
 #   6 table and report.html
 # A second call goes on where the first one stopped.
 set -euo pipefail
+# shellcheck source=examples/moe/lib.sh
+. "$(dirname "$0")/lib.sh"
+case ${1:-} in
+  -h|--help) usage "$0" ;;
+  -*) die "there is no option $1" "bash $0 --help" ;;
+esac
 cd "$(dirname "$0")/../.."
 
 OUT=${1:-runs/quickstart}

@@ -8,15 +8,16 @@
 #   FLAVOR        default h200x8; the number after the x is the ranks of the node
 #   TIMEOUT       default 4h; training is told to save and end ten minutes before
 set -euo pipefail
+die() { echo "error: $1" >&2; echo "try:   $2" >&2; exit 64; }
 DRY_RUN=0 MODEL=""
 for word in "$@"; do
   case $word in
     --dry-run) DRY_RUN=1 ;;
     dense|moe) MODEL=$word ;;
-    *) sed -n '2,9{s/^# \{0,1\}//p}' "$0"; exit 64 ;;
+    -h|--help) sed -n '2,9{s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) die "there is no option $word" "$0 --help" ;;
   esac
 done
-die() { echo "error: $1" >&2; echo "try:   $2" >&2; exit 64; }
 if [ -z "$MODEL" ]; then die "which model: dense or moe?" "$0 moe"; fi
 for name in IMAGE DATA_VOLUME RUNS_VOLUME; do
   if [ -z "${!name:-}" ]; then die "$name is not set" "export $name=... ($0 --help says what it is)"; fi

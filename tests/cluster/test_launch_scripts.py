@@ -53,6 +53,9 @@ def test_dry_runs_print_commands_that_this_megatron_knows(scale: str, tmp_path: 
         commands = [line for line in done.stdout.splitlines() if "megatron-moe train" in line]
         assert len(commands) == count, done.stdout
         lines += commands
+    # At full size a node whose GPUs torch cannot see must not train on its CPU.
+    device = "--device cuda" if scale == "full" else "--device auto"
+    assert all(device in line for line in lines)
     assert not list(tmp_path.iterdir())
     parsed = subprocess.run([sys.executable, "-W", "ignore", "-c", PARSE], input="\n".join(lines), text=True,
                             capture_output=True, check=False)  # fmt: skip
@@ -75,6 +78,8 @@ def test_tokenize_and_preflight_print_their_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "said"), [
     ("first_run.sbatch moe", "DATA_MANIFEST is not set"), ("first_run.sbatch", "dense or moe"),
     ("upcycle.sbatch", "DENSE_CHECKPOINT is not set"), ("tokenize.sbatch", "INPUTS is not set"),
+    ("first_run_1gpu.sh", "MANIFEST is missing"), ("first_run_1gpu.sh /none.json", "/none.json cannot be read"),
+    ("quickstart.sh --hlep", "no option --hlep"),
 ])  # fmt: skip
 def test_what_is_missing_is_named_before_anything_starts(words: str, said: str, tmp_path: Path) -> None:
     done = _run(words, SHARED_ROOT=str(tmp_path))
@@ -119,7 +124,9 @@ def test_rented_node_names_what_is_missing(words: str, environ: dict[str, str], 
     assert "try:" in done.stderr
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in REPO.glob("examples/moe/*.sbatch")))
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in REPO.glob("examples/moe/*.*") if path.name not in ("lib.sh", "recipe.sh"))
+)
 def test_help_is_the_scripts_head(script: str) -> None:
     done = _run(f"{script} --help")
     assert done.returncode == 0
