@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # As Megatron prints them.
 LOG = """\
@@ -27,6 +29,28 @@ def test_the_last_held_out_loss_of_the_progress_is_that_of_the_table() -> None:
         ["dense", "held-out", "loss", "5.374"],
         ["dense", "held-out", "loss", "5.470,", "after", "training"],
     ]
+
+
+@pytest.mark.parametrize("kind", ["without pip", "cut short", "another's"])
+def test_an_environment_that_cannot_install_is_made_anew(tmp_path: Path, kind: str) -> None:
+    """What a setup leaves that is stopped at some point; a sound one is kept as it is."""
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    venv = tmp_path / ".venv"
+    if kind == "without pip":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    elif kind == "cut short":
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").symlink_to(tmp_path / "gone")
+    elif kind == "another's":
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+        (venv / "bin" / "python").chmod(0o755)
+    command = f"eval \"$(sed -n '/^sound_venv() {{/,/^}}/p' tools/setup/setup.sh)\"; sound_venv '{sys.executable}'"
+    subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"], check=True, stdout=subprocess.DEVNULL)
+    (venv / "mine").touch()
+    subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True, timeout=120)
+    assert (venv / "mine").exists()
 
 
 def test_the_gpu_tests_say_that_there_is_no_gpu() -> None:

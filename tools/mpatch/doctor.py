@@ -56,10 +56,10 @@ OPTIONAL = (
               "build it from its repository with --cpp_ext --cuda_ext, version {pin}", "apex"),
     Optional_("transformer_engine", "no FP8, no fused layers; Megatron's local layers are slower",
               'pip install "transformer-engine[pytorch]=={pin}"', "transformer-engine"),
-    Optional_("grouped_gemm", "no --moe-grouped-gemm outside Transformer Engine: one matrix product an expert",
+    Optional_("grouped_gemm", "Megatron's own local experts run one by one; --moe-ext-experts torch needs none of it",
               "pip install nv-grouped-gemm=={pin}", "nv-grouped-gemm"),
-    Optional_("deep_ep", "no --moe-token-dispatcher-type flex; all-to-all goes through NCCL",
-              "see docs on dispatchers; sgl-deep-ep in upstream.toml [deepep]"),
+    Optional_("deep_ep", "no flex backend deepep or deepep_any; dedup and twohop need none of it (docs/dispatch.md)",
+              "docs/dispatch.md, DeepEP; sgl-deep-ep in upstream.toml [deepep]"),
 )  # fmt: skip
 
 

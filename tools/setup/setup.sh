@@ -17,12 +17,11 @@ make_venv() {
   local python
   python=$(bash tools/setup/find_python.sh)
   say "venv: $("$python" --version) from $python"
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  sound_venv "$python"
   .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r tools/requirements/bootstrap.txt
   say "venv: installing the locked packages (about 5 GB of torch and CUDA libraries the first time)"
   # uv links from its cache instead of copying, so a warm cache makes this seconds.
-  .venv/bin/uv pip sync -q --python .venv/bin/python --require-hashes "$lock"
-  .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r tools/requirements/bootstrap.txt
+  .venv/bin/uv pip sync -q --python .venv/bin/python --require-hashes "$lock" tools/requirements/bootstrap.txt
   .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e .
   # The patched Megatron goes first on the path; a plain file keeps it visible to every tool.
   .venv/bin/python - <<'PY'
@@ -34,12 +33,20 @@ PY
   echo "$want" > .venv/.locked
 }
 
+# A setup that was stopped, or ran out of disk, can leave an environment without pip; one of an older Python may be there
+# for something else. Both are made anew, out of uv's cache.
+sound_venv() {  # sound_venv PYTHON
+  if PYTHON=.venv/bin/python bash tools/setup/find_python.sh >/dev/null 2>&1 \
+    && .venv/bin/python -m pip --version >/dev/null 2>&1; then return; fi
+  "$1" -m venv --clear .venv
+}
+
 # uv installs no bytecode, and where PYTHONDONTWRITEBYTECODE is set every start would compile torch and Megatron again:
 # about 5 s of a rank's start. Packages that a lock no longer has are skipped.
 compile_bytecode() {
   local folder folders=()
   for folder in "$@"; do [ -d "$folder" ] && folders+=("$folder"); done
-  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -m compileall -q -j 0 "${folders[@]}" >/dev/null || true
+  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -m compileall -q -j 0 "${folders[@]}" >/dev/null 2>&1 || true
 }
 
 make_tree() {
