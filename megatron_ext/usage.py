@@ -68,8 +68,8 @@ def wrong_usage(parser: ArgumentParser, message: str, help_command: str) -> User
     return UserError(message, where=parser.prog, remedy=remedy, exit_code=USAGE)
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known word that was probably meant, none where nothing is near.
+def nearest(word: str, known: Iterable[str], likeness: float = 0.75) -> list[str]:
+    """Return the known word that was probably meant, none where nothing is near; `likeness` is from 0 to 1 (the same).
 
     Examples:
         >>> nearest("--num-layerz", ["--num-layers", "--seq-length"])
@@ -77,7 +77,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
         >>> nearest("--colour", ["--num-layers"])
         []
     """
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
 
 
 def whole(low: int = 1) -> Callable[[str], int]:

@@ -11,12 +11,14 @@ from megatron_ext.plan.memory import Estimate, Run, estimate, learned_rank_load
 from megatron_ext.plan.parameters import ModelShape
 from megatron_ext.runtime import preset
 from megatron_ext.upcycle.flags import moe_layers, parse_layer_freq
-from megatron_ext.usage import Parser, real, whole
+from megatron_ext.usage import Parser, nearest, real, whole
 
 # As `nvidia-smi` gives it for an H200.
 GPU_MIB = 143771
 # CUDA's and NCCL's own memory, and what the allocator cannot use between blocks.
 SPARE = 0.04
+# How like a flag of the estimate no other flag of Megatron's is: the nearest is at 0.88.
+LIKE = 0.9
 # Flags under which a rank holds something else than the formulas say, and the value under which it does not.
 NOT_MODELLED = {
     "tensor_model_parallel_size": 1,
@@ -61,7 +63,8 @@ def run_from_flags(flags: list[str], *, ranks: int, vocab: int | None = None, ra
         UserError: A size is missing, or a flag asks for what is not modelled.
     """
     added = preset.flags_for(preset.chosen(flags), "cuda", flags)
-    asked, _ = _parser().parse_known_args([*flags, *(word for flag in added for word in flag.words)])
+    asked, others = _parser().parse_known_args([*flags, *(word for flag in added for word in flag.words)])
+    _refuse_misspelt(others)
     for name, plain in NOT_MODELLED.items():
         if (getattr(asked, name) or plain) != plain:
             raise UserError(
@@ -89,6 +92,16 @@ def run_from_flags(flags: list[str], *, ranks: int, vocab: int | None = None, ra
         cross_entropy="te" if asked.cross_entropy_loss_fusion and asked.cross_entropy_fusion_impl == "te" else "native",
         rank_load=rank_load,
     )
+
+
+def _refuse_misspelt(others: list[str]) -> None:
+    """Refuse a flag that is all but one of those that count: left out, it would make a wrong estimate in silence."""
+    known = _parser()._option_string_actions
+    for word in others:
+        near = nearest(word.partition("=")[0], known, LIKE) if word.startswith("--") else []
+        if near:
+            raise UserError("this is not a flag of Megatron's", where=word, remedy=f"did you mean {near[0]}?",
+                            exit_code=64)  # fmt: skip
 
 
 def _parser() -> ArgumentParser:

@@ -11,7 +11,7 @@ from megatron_ext.cli import main
 from megatron_ext.errors import UserError
 from megatron_ext.plan import memory, parameters
 from megatron_ext.plan.memory import SELECTIVE, Run, estimate, learned_rank_load
-from megatron_ext.plan.memory_cli import run_from_flags
+from megatron_ext.plan.memory_cli import _parser, _refuse_misspelt, run_from_flags
 from megatron_ext.plan.parameters import ModelShape
 
 
@@ -144,3 +144,25 @@ def test_refuses_by_name_what_it_does_not_know(more: str, named: str) -> None:
     with pytest.raises(UserError) as raised:
         estimate(run_from_flags([*FLAGS.split(), *more.split()], ranks=1))
     assert named in raised.value.text()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("--num-expertz=64", "--num-experts"), ("--moe-layer-freqs", "--moe-layer-freq")]
+)
+def test_refuses_a_misspelt_flag_that_would_count(wrong: str, right: str) -> None:
+    with pytest.raises(UserError) as raised:
+        run_from_flags([*FLAGS.split(), wrong], ranks=1)
+    assert raised.value.remedy == f"did you mean {right}?"
+    assert raised.value.where == wrong
+
+
+def test_takes_no_flag_of_megatrons_for_a_misspelt_one() -> None:
+    from argparse import ArgumentParser
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.runtime.pretrain import add_extra_arguments
+
+    known = add_megatron_arguments(add_extra_arguments(ArgumentParser()))._option_string_actions
+    assert len(known) > 800
+    _refuse_misspelt(list(known.keys() - _parser()._option_string_actions.keys()))
