@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -95,6 +96,8 @@ def _answer(words: list[str]) -> int:
     # Upstream says at each import, in a dozen lines, which optional kernels are absent.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
+    # torch's word for a machine that has CUDA's compiler and no GPU; ours is `[moe] device: cpu (...)`.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     parser = Parser(prog=f"megatron-moe {name}", description=verb.summary)
     try:
         room = _room(name, verb)
