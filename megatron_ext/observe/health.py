@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_ext import screen
 from megatron_ext.errors import UserError
 from megatron_ext.observe import names
 from megatron_ext.observe.sink import CLEARED, alarm_key
@@ -80,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
         from megatron_ext.observe.dumps import read_dump
 
         table = read_dump(args.dump, args.num_experts, args.expert_parallel, args.micro_batch_size)
-        print(json.dumps(table.as_json())) if args.json else table.show(Console())
+        print(json.dumps(table.as_json())) if args.json else table.show(screen.console())
         return 0
     state = health_of(args.run_dir)
-    print(json.dumps(state)) if args.json else _show(state, Console())
+    print(json.dumps(state)) if args.json else _show(state, screen.console())
     return 1 if state["alarms"] else 0
 
 

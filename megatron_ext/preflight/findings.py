@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
+
+from megatron_ext import screen
 
 Status = Literal["good", "warning", "bad", "unknown", "skipped"]
 Verdict = Literal["good", "bad", "unknown"]
@@ -66,7 +67,7 @@ def print_table(findings: Sequence[Finding]) -> None:
         table.add_row(
             finding.check, finding.where, f"[{colour}]{finding.status}[/]", _plain(finding.value), _plain(finding.why)
         )
-    console = Console()
+    console = screen.console()
     console.print(table)
     for finding in findings:
         if finding.status in ("bad", "unknown", "warning") and finding.remedy:

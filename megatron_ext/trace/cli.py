@@ -58,14 +58,10 @@ def run(args: Namespace) -> int:
             return 0
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n")
-    from rich.console import Console
-
+    from megatron_ext import screen
     from megatron_ext.trace.show import show
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    show(found, comparison, notes, console, detail=args.rank, top=args.top)
+    show(found, comparison, notes, screen.console(), detail=args.rank, top=args.top)
     return 0
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_ext import screen
 from megatron_ext.upcycle.target import Block, Content
 
 KINDS = {
@@ -24,7 +25,7 @@ def explain(note: Mapping[str, Any], num_bytes: int) -> None:
     table.add_row("size", f"{num_bytes / 1e9:.2f} GB, without optimizer state")
     table.add_row("expect", f"{note['expectation']['kind']}: {KINDS[note['expectation']['kind']]}")
     table.add_row("", f"because {note['expectation']['why']}")
-    Console(soft_wrap=True).print(table)
+    screen.console(soft_wrap=True).print(table)
 
 
 def _from_dense(note: Mapping[str, Any]) -> Table:

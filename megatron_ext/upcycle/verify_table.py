@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from megatron_ext import screen
 from megatron_ext.upcycle.verify import Promise, Report
 
 PROMISES = {
@@ -19,7 +19,7 @@ PROMISES = {
 
 def show(report: Report, source: Path, target: Path) -> None:
     """Print the report; the verdict comes last."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = screen.console(soft_wrap=True, highlight=False)
     console.print(_summary(report, source, target))
     console.print(_layers(report), _experts(report))
     if report.routing.source:

@@ -125,3 +125,10 @@ def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
 def _interruptible() -> None:
     # A runner in the background hands on an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_pipe_gets_whole_tables(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run([*COMMAND, "preflight", "judge", "--out", str(tmp_path)], capture_output=True, text=True,
+                          env=environ, timeout=60)  # fmt: skip
+    assert max(map(len, done.stdout.splitlines())) > 80
