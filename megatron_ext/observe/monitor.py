@@ -136,8 +136,10 @@ class Monitor:
         run.sampling = (iteration + 1) % self._options.interval == 0
 
     def flush(self) -> None:
-        """Deliver what is still on its way; the hooks stay, they cost nothing without steps."""
+        """Deliver what is still on its way, and have the alarms' memory kept; the hooks stay."""
         self._deliver(wait=True)
+        if self._publisher is not None:
+            self._publisher.keep_memory()
 
     # --- start ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("megatron_ext.observe")
 
 # Up to this many ranks, each one's memory is sent.
 RANKS_SHOWN = 64
-# The alarms' memory is saved when an alarm changes, and otherwise this rarely.
+# The alarms' memory is saved with a checkpoint, when an alarm changes, and otherwise this rarely.
 STATE_EVERY_STEPS = 20
 STATE_SCHEMA = 1
 _LOSS = METRICS["lm_loss"].megatron_tag
@@ -104,6 +104,13 @@ class Publisher:
         except Exception as error:
             self._stop(f"{type(error).__name__}: {error}")
 
+    def keep_memory(self) -> None:
+        """Have what the alarms remember kept: a run that resumes from here then judges as this one would have."""
+        if self._first or self._broken:
+            return
+        self._saved_at = self._history.newest
+        self._sink.save_state({"schema": STATE_SCHEMA, "history": self._history.as_json()})
+
     def _take(self, step: int, sums: Mapping[str, NDArray], clock: Mapping[str, float]) -> None:
         step_values = {**clock, **_memory(sums["memory"])}
         control = self._alarms.control_tokens_per_s
@@ -140,9 +147,7 @@ class Publisher:
             logger.warning(record.line())
             self._sink.alarm(record.as_json())
         if news or sample.step - self._saved_at >= STATE_EVERY_STEPS:
-            self._saved_at = sample.step
-            state = {"schema": STATE_SCHEMA, "history": self._history.as_json()}
-            self._sink.save_state(state)
+            self.keep_memory()
 
     def _resume(self, step: int) -> None:
         """Before the first step: take over what an earlier start of this run remembered of the steps before it."""

@@ -83,6 +83,40 @@ def test_rows_up_to_a_checkpoint_are_on_the_disk_when_it_is(tmp_path: Path) -> N
         assert {"lm loss", "grad-norm", "moe/max_vio/max"} <= set(rows.get(step, ())), step
 
 
+@pytest.mark.nightly
+def test_the_alarms_of_a_killed_run_are_those_of_one_that_was_not(tmp_path: Path) -> None:
+    moe = list(MOE)
+    moe[moe.index("--expert-model-parallel-size") + 1] = "1"
+    # Thresholds at which a small healthy run raises, changes and clears alarms of many kinds.
+    alarms = "--moe-ext-alarm-flat-ratio 1.6 --moe-ext-alarm-collapse-limit 0.1 --moe-ext-alarm-collapse-steps 4"
+    alarms += " --moe-ext-alarm-sharp-weight 0.6 --moe-ext-alarm-dead-norm 0.8 --moe-ext-observe-window 1"
+    run_dirs = tmp_path / "whole", tmp_path / "killed"
+    for folder in run_dirs:
+        flags = [*_flags(folder, last=40), *moe, *alarms.split(), "--moe-ext-observe-interval", "1", "--lr", "3e-2"]
+        flags += ["--moe-ext-no-trackio"]
+        # Killed after the only checkpoint, and after an alarm was cleared that the resumed run has to clear again.
+        flags += ["--save-interval", "32", "--ckpt-format", "torch", "--load", str(folder / "checkpoints")]
+        if folder.name == "killed":
+            train_and_kill(flags, after_step=35, log=tmp_path / "log", ranks=1)
+        done = train(flags, ranks=1)
+        assert done.returncode == 0, done.stdout[-3000:]
+    whole, killed = (_said(folder) for folder in run_dirs)
+    assert {state for lines in whole.values() for state, _ in lines} >= {"raised", "cleared"}
+    assert sorted(killed) == sorted(whole)
+    for key, first in whole.items():
+        assert [state for state, _ in killed[key]] == [state for state, _ in first], key
+        # An alarm is cleared by two good samples in a row; of the two the resumed run may have seen one.
+        assert all(0 <= late[1] - step[1] <= 1 for step, late in zip(first, killed[key], strict=True)), key
+
+
+def _said(folder: Path) -> dict[str, list[tuple[str, int]]]:
+    """Return what was said of each alarm, by name and layer: (state, step) pairs."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for one in rundir.read_run(folder).alarms:
+        found.setdefault(f"{one['name']} {one['layer']}", []).append((one["state"], one["step"]))
+    return found
+
+
 def test_a_run_s_checkpoint_is_upcycled_grown_and_verified_by_the_commands(dense: Dense, tmp_path: Path) -> None:
     """The arguments of a real training start are many more than those that the quick tests give."""
     moe, larger = tmp_path / "moe", tmp_path / "larger"

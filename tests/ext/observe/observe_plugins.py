@@ -143,3 +143,45 @@ class Skewed(Plugin):
         if iteration == self.START:
             self.first = weight.data.float().clone()
         weight.data.copy_(self.first * 1.15 ** (iteration - self.START))
+
+
+class Extreme(Plugin):
+    """From step 10 on: a saturated gate at layer 0, an expert without tokens at layer 1, a blind loss at layer 2."""
+
+    START = 10
+
+    def step_end(self, iteration: int) -> None:
+        super().step_end(iteration)
+        if iteration < self.START:
+            return
+        if iteration == self.START:
+            router_bias(self.layers[1].router)[5] = -1e9
+            router_bias(self.layers[2].router)[[3, 5]] = 1e-3
+            self.first = self.layers[0].router.weight.data.clone()
+        # So large that the second weight of nearly every token is exactly 0.
+        self.layers[0].router.weight.data.copy_(self.first * 1e5)
+        self.layers[2].router.weight.data.zero_()
+
+
+class Shaken(Plugin):
+    """After step 45 each token has the output weights of another: the loss jumps, the routing is as it was."""
+
+    def model_built(self, model: list[Any], args: Any) -> None:
+        self.model = model
+        super().model_built(model, args)
+
+    def step_end(self, iteration: int) -> None:
+        super().step_end(iteration)
+        if iteration == 45:
+            named = self.model[0].named_parameters()
+            (weight,) = [value for name, value in named if name.endswith("output_layer.weight")]
+            weight.data.copy_(weight.data.roll(1, 0))
+
+
+class Exploding(Plugin):
+    """After step 25 one weight is NaN; Megatron is told not to look."""
+
+    def step_end(self, iteration: int) -> None:
+        super().step_end(iteration)
+        if iteration == 25:
+            self.layers[0].experts.local_experts[0].linear_fc2.weight.data[0, 0] = float("nan")

@@ -62,6 +62,41 @@ def test_the_layer_in_between_is_well(skewed):
     assert [key for key in raised(skewed) if key[1] == 2] == []
 
 
+def test_a_saturated_gate_an_expert_without_tokens_and_a_blind_loss(tmp_path):
+    flags = "--num-layers 4 --train-iters 40 --moe-ext-observe-interval 5"
+    found = raised(train(tmp_path, flags, plugin="Extreme"))
+    assert found["sharp_gate", 0]["value"] > 0.95
+    assert (found["dead_expert", 1]["expert"], found["dead_expert", 1]["metric"]) == (5, "dead_share")
+    assert found["blind_loss", 2]["expert"] in (3, 5)
+    # All tokens of layer 2 get the same two experts with equal weights: that is also collapse, six dead experts and a
+    # flat gate; and a router whose tokens are sure of one expert loads the experts as it happens.
+    beside = {(name, 2) for name in ("routing_collapse", "dead_expert", "flat_gate")}
+    beside |= {("routing_collapse", 0), ("dead_expert", 0)}
+    own = {("sharp_gate", 0), ("dead_expert", 1), ("blind_loss", 2)}
+    assert own <= set(found) <= own | beside | {("loss_spike", None)}
+
+
+def test_a_jump_of_the_loss_and_slow_steps_are_alarms_of_the_whole_step(tmp_path):
+    flags = "--train-iters 60 --moe-ext-observe-interval 5 --untie-embeddings-and-output-weights"
+    run = train(tmp_path, f"{flags} --moe-ext-alarm-control-tokens-per-s 1e9", plugin="Shaken")
+    found = raised(run)
+    assert set(found) == {("loss_spike", None), ("slow_step", None)}
+    assert (found["loss_spike", None]["since_step"], found["loss_spike", None]["step"]) == (46, 50)
+    assert "look at the transport" in found["slow_step", None]["why"]
+    states = [line["state"] for line in run.lines("alarms") if line["name"] == "slow_step"]
+    assert states == ["raised"]
+
+
+def test_a_loss_that_turns_into_nan(tmp_path):
+    flags = "--train-iters 40 --moe-ext-observe-interval 5 --no-check-for-nan-in-loss-and-grad"
+    run = train(tmp_path, flags, plugin="Exploding")
+    found = raised(run)["loss_spike", None]
+    assert (found["since_step"], found["step"]) == (26, 30)
+    assert "not finite" in found["why"]
+    states = [line["state"] for line in run.lines("alarms") if line["name"] == "loss_spike"]
+    assert states == ["raised"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "ranks"),
