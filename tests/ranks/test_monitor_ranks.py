@@ -86,6 +86,8 @@ CASES = {
         layers=(0, 1, 2, 3, 4), batch=8, shared=True,
     ),
 }  # fmt: skip
+# What "everything-else" has too.
+NIGHTLY = ("dedup", "capacity", "evaluated")
 
 
 def train(folder: Path, ranks: int, flags: str, plugin: str = "Dump") -> Output:
@@ -135,7 +137,10 @@ def _take_torchs_norm() -> None:
     device.refuse_on_cpu = lambda args: None
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in CASES],
+)
 def trained(request, tmp_path_factory) -> tuple[Case, Output]:
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("observe") / request.param
