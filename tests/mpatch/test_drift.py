@@ -23,6 +23,13 @@ def test_clean_offset_and_absorbed(three):
     assert (three.snapshot("patches"), three.snapshot("build/megatron")) == before
 
 
+def test_a_file_changed_behind_the_patch_is_an_offset_of_nothing(three):
+    variant(three, "later", fake__core__router=FILES["fake/core/router.py"] + "\n\ndef more():\n    return 1\n")
+    said = three.run("drift", "later", "--offline", str(three.shelf), "--json")
+    (top_k,) = [fate for fate in said.data["bases"][0]["fates"] if fate["slug"] == "core/top-k"]
+    assert (top_k["state"], top_k["detail"]) == ("offset", "same lines, changed elsewhere")
+
+
 def variant(lab, name, **changes):
     files = release("clean")
     for path, text in changes.items():
@@ -130,7 +137,14 @@ def test_the_proof_finds_what_upstream_mended_in_its_own_words(three, tmp_path):
     by_base = [next(fate for fate in base["fates"] if fate["slug"] == "core/guard") for base in said.data["bases"]]
     assert by_base[0]["state"] == "absorbed"
     assert by_base[1]["state"] == "conflict"
-    assert by_base[1]["detail"].endswith("its proof is red without it")
+    assert by_base[1]["detail"].endswith("its proof is red (NameError: name 'n' is not defined) without it")
+
+    text = (three.root / "m.txt").read_text()
+    (three.root / "m.txt").write_text(text.replace("Signed-off-by", "Proof-Fails-With: ZeroDivision\nSigned-off-by"))
+    three.good("refresh", "guard", "--message", str(three.root / "m.txt"))
+    said = three.run("drift", broken, "--prove", "--python", sys.executable, "--json")
+    (guard,) = [fate for fate in said.data["bases"][0]["fates"] if fate["slug"] == "core/guard"]
+    assert "red, but not for the reason stated, (NameError" in guard["detail"]
 
 
 def test_one_proof_that_cannot_be_imported_silences_no_other(three, tmp_path):

@@ -15,7 +15,7 @@ from tools.mpatch.git import require_version
 from tools.mpatch.output import Answer
 from tools.mpatch.patchfile import FileChange, Patch, blob_id, split
 from tools.mpatch.plan import Item, items_of, places
-from tools.mpatch.prove import FAILED, PASSED, Outcome, last_line, run_tests
+from tools.mpatch.prove import FAILED, PASSED, Outcome, last_line, run_tests, stated
 from tools.mpatch.rebase import MERGE_TREE
 from tools.mpatch.series import load_series
 from tools.mpatch.stack import build
@@ -87,18 +87,24 @@ class Asker:
 
     def __call__(self, store: Store, tree: str, found: Sequence[Fate], patches: Sequence[Patch]) -> list[Fate]:
         """Return the fates with what the proofs of the patches that do not fit say."""
-        proofs = {fate.slug: patch.message.trailer("Proof").strip() for fate, patch in zip(found, patches, strict=True)
-                  if fate.state not in (*FITS, ABSORBED)}  # fmt: skip
+        asked = {fate.slug: patch for fate, patch in zip(found, patches, strict=True)
+                 if fate.state not in (*FITS, ABSORBED)}  # fmt: skip
+        proofs = {slug: patch.message.trailer("Proof").strip() for slug, patch in asked.items()}
         if not proofs:
             return list(found)
         said = run_tests(self.checkout, store, tree, list(proofs.values()), self.python, PROOF_S)
-        return [_told(fate, said[proofs[fate.slug]]) if fate.slug in proofs else fate for fate in found]
+        return [_told(fate, asked[fate.slug], said[proofs[fate.slug]]) if fate.slug in proofs else fate
+                for fate in found]  # fmt: skip
 
 
-def _told(fate: Fate, proof: Outcome) -> Fate:
+def _told(fate: Fate, patch: Patch, proof: Outcome) -> Fate:
     if proof.state == PASSED:
         return replace(fate, state=ABSORBED, detail="its proof is green without it")
-    said = "red" if proof.state == FAILED else f"no verdict ({proof.state}: {last_line(proof.text)})"
+    said = f"no verdict ({proof.state}: {last_line(proof.text)})"
+    if proof.state == FAILED:
+        # A test may also be red because another release has other names: the reason tells the two apart.
+        other = "" if stated(patch, proof) else ", but not for the reason stated,"
+        said = f"red{other} ({last_line(proof.text)})"
     return replace(fate, detail=f"{fate.detail}; its proof is {said} without it")
 
 
@@ -230,10 +236,8 @@ def _same_hunks(old: Sequence[FileChange], new: Sequence[FileChange]) -> bool:
 
 def _offsets(old: Sequence[FileChange], new: Sequence[FileChange]) -> str:
     pairs = [(a, b) for one, other in zip(old, new, strict=True) for a, b in zip(one.hunks, other.hunks, strict=False)]
-    return (
-        ", ".join(sorted({f"{b.old_start - a.old_start:+d}" for a, b in pairs if a.old_start != b.old_start}))
-        + " lines"
-    )
+    found = sorted({b.old_start - a.old_start for a, b in pairs if a.old_start != b.old_start})
+    return f"{', '.join(f'{lines:+d}' for lines in found)} lines" if found else "same lines, changed elsewhere"
 
 
 def _lines(report: Report) -> list[str]:

@@ -21,6 +21,7 @@ from tools.mpatch.apply import working
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import CouldNotCheck, NothingChecked, ProofFailed
 from tools.mpatch.output import Answer
+from tools.mpatch.patchfile import Patch
 from tools.mpatch.plan import items_of
 from tools.mpatch.series import load_series
 from tools.mpatch.stack import build
@@ -67,9 +68,14 @@ def judge(slug: str, proof: str, without: Outcome, with_: Outcome, expected: str
         return Verdict(slug, proof, BROKEN, f"red with the patch: {last_line(with_.text)}")
     if without.state == PASSED:
         return Verdict(slug, proof, ABSORBED, "green without the patch: upstream has it, or the proof proves nothing")
-    if expected and expected not in without.text:
+    if expected not in without.text:
         return Verdict(slug, proof, WRONG_REASON, f"expected {expected!r}, was {last_line(without.text)!r}")
     return Verdict(slug, proof, NEEDED, f"red without: {last_line(without.text)}")
+
+
+def stated(patch: Patch, outcome: Outcome) -> bool:
+    """Return whether a failure shows what the patch's Proof-Fails-With names; without one every failure does."""
+    return patch.message.trailer("Proof-Fails-With") in outcome.text
 
 
 def _unrun(without: Outcome, with_: Outcome) -> str:
