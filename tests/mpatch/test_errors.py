@@ -96,7 +96,7 @@ CASES: dict[str, Callable[[Lab], tuple[str, ...]]] = {
 # Shown by tests of their own, where their situation is made.
 ELSEWHERE = {
     "MpatchError", "CouldNotCheck", "IndexUnreachable", "FileNotOnIndex", "GitFailed", "GitTooOld", "NothingChecked",
-    "Busy", "ArchiveUnsafe", "PatchContextStripped", "ProofFailed", "StyleWrong", "InstalledPackage",
+    "Busy", "DiskRefused", "ArchiveUnsafe", "PatchContextStripped", "ProofFailed", "StyleWrong", "InstalledPackage",
 }  # fmt: skip
 
 

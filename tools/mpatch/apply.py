@@ -15,6 +15,7 @@ from tools.mpatch.errors import (
     NothingChecked,
     StateUnreadable,
     TreeMissing,
+    UsageError,
     VerifyFailed,
 )
 from tools.mpatch.files import finish_swap, locked, recover, write_bytes
@@ -35,7 +36,7 @@ def working(checkout: Checkout, what: str) -> Iterator[None]:
     """Hold the lock of the checkout, with everything that a killed command left put in order first."""
     refuse_installed(checkout.root)
     with locked(checkout.lock, what):
-        recover(checkout.journal)
+        recover(checkout.journal, checkout.root)
         finish_swap(checkout.place)
         yield
 
@@ -130,6 +131,13 @@ def _settle_edits(
         return
     if save is None:
         raise foreign(edits, checkout.shown(checkout.place))
+    if save.exists():
+        raise UsageError(
+            "the edits would overwrite a file",
+            where=str(save),
+            why="it is there already, perhaps with edits saved before",
+            remedy="give --save another name",
+        )
     write_bytes(save, store.repo.run("diff", "--binary", "--full-index", state.tree, on_disk).out)
 
 
@@ -200,8 +208,8 @@ def status(checkout: Checkout) -> Answer:
     try:
         with working(checkout, "status"):
             pass  # only to put in order what a killed command left
-    except MpatchError:
-        pass  # another mpatch works: look all the same
+    except (MpatchError, OSError):
+        pass  # another mpatch works, or the disk is read-only: look all the same
     pins, store = checkout.pins(), checkout.store()
     lines, data = [], dict[str, Any]()
     for name, base in sorted(pins.bases.items()):

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tools.mpatch import apply, check, doctor, drift, edit, listing, notes, prove, rebase, record, sources, upstream
 from tools.mpatch.checkout import Checkout, find_checkout
-from tools.mpatch.errors import EXIT_USAGE, MpatchError, UsageError
+from tools.mpatch.errors import EXIT_USAGE, DiskRefused, MpatchError, UsageError
 from tools.mpatch.output import Answer
 
 Options = argparse.Namespace
@@ -123,6 +123,10 @@ def _text(path: Path | None) -> str:
             where=str(path),
             why=str(error.strerror),
             remedy="mpatch show SLUG --message prints one to start from",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "the message is not UTF-8", where=str(path), why=str(error), remedy="save it as UTF-8, then run this again"
         ) from None
 
 
@@ -315,6 +319,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _run(options: Options) -> Answer:
+    try:
+        return VERBS[options.verb].run(find_checkout(options.root), options)
+    except OSError as error:
+        raise DiskRefused(
+            "a file cannot be read or written",
+            where=", ".join(str(name) for name in (error.filename, error.filename2) if name is not None),
+            why=error.strerror or str(error),
+            remedy="is the disk full or read-only, the path a folder, a right missing? mend it, then run this again",
+        ) from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `mpatch`; return the exit status."""
     try:
@@ -322,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        answer = VERBS[options.verb].run(find_checkout(options.root), options)
+        answer = _run(options)
     except MpatchError as error:
         if options.json:
             print(json.dumps(error.record(), indent=2))

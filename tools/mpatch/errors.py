@@ -102,6 +102,10 @@ class TreeMissing(CouldNotCheck):
     """The patched tree has not been made, or is not one of ours."""
 
 
+class DiskRefused(CouldNotCheck):
+    """A file cannot be read or written: the disk is full or read-only, or the rights are missing."""
+
+
 class Busy(CouldNotCheck):
     """Another mpatch works in this checkout."""
 

@@ -57,17 +57,19 @@ def commit_files(journal: Path, root: Path, contents: Mapping[str, bytes | None]
         contents: New content per name; None deletes.
     """
     plan = {name: None if data is None else data.decode("latin-1") for name, data in contents.items()}
-    write_json(journal, {"root": str(root), "files": plan})
-    recover(journal)
+    write_json(journal, {"files": plan})
+    recover(journal, root)
 
 
-def recover(journal: Path) -> list[str]:
-    """Finish a change that `commit_files` had planned; return the names, none when there was no plan."""
+def recover(journal: Path, root: Path) -> list[str]:
+    """Finish a change that `commit_files` had planned; return the names, none when there was no plan.
+
+    The plan does not hold `root`: a checkout that was moved or copied after a kill must mend itself, not the first one.
+    """
     if not journal.exists():
         return []
     try:
-        plan = json.loads(journal.read_text())
-        root, files = Path(plan["root"]), dict(plan["files"])
+        files = dict(json.loads(journal.read_text())["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise StateUnreadable(
             "the journal of an earlier command cannot be read",

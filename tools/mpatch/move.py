@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tools.mpatch.errors import (
     MpatchError,
     NoEditOpen,
     PatchAbsorbed,
+    PinsUnreadable,
     StateUnreadable,
     WrongPlace,
 )
@@ -274,10 +276,22 @@ def without_needs(said: Message, gone: list[str]) -> Message:
 def with_default(pins: bytes, name: str) -> bytes:
     r"""Return upstream.toml with another default base, everything else as it was.
 
-    >>> with_default(b'schema = 1\ndefault_base = "a"\n', "b")
-    b'schema = 1\ndefault_base = "b"\n'
+    Raises:
+        PinsUnreadable: the line is written in a way that is not understood here.
+
+    >>> with_default(b"schema = 1\ndefault_base='a' # why\n", "b")
+    b'schema = 1\ndefault_base = "b" # why\n'
     """
-    return re.sub(rb'(?m)^default_base = ".*"$', b'default_base = "%s"' % name.encode(), pins, count=1)
+    line = rb"""(?m)^default_base[ \t]*=[ \t]*("[^"\n]*"|'[^'\n]*')"""
+    made = re.sub(line, b'default_base = "%s"' % name.encode(), pins, count=1)
+    if tomllib.loads(made.decode()).get("default_base") != name:
+        raise PinsUnreadable(
+            "the default base cannot be changed",
+            where="upstream.toml",
+            why="no line of its own sets default_base",
+            remedy=f'write the line: default_base = "{name}", above the first table, then run this again',
+        )
+    return made
 
 
 def _range_diff(store: Store, old: State, new: State) -> list[str]:

@@ -98,7 +98,15 @@ def load_series(checkout: Checkout, mend: str = "") -> Series:
             why="a missing series must not look like one of zero patches",
             remedy="git checkout -- patches",
         )
-    slugs = parse_order(path.read_text(encoding="utf-8"))
+    try:
+        slugs = parse_order(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise SeriesWrong(
+            "the series is not UTF-8",
+            where="patches/series",
+            why=str(error),
+            remedy="save it as UTF-8, or: git checkout -- patches/series",
+        ) from None
     on_disk = {str(file.relative_to(checkout.patches))[: -len(".patch")] for file in checkout.patches.rglob("*.patch")}
     missing, stray = [slug for slug in slugs if slug not in on_disk], sorted(on_disk - set(slugs))
     if missing or stray:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.mpatch.errors import GitFailed, StateUnreadable
 from tools.mpatch.git import Repo, run_git
 from tools.mpatch.patchfile import blob_id
 
@@ -45,6 +46,8 @@ class Store:
     def open(cls, path: Path, alternates: tuple[Path, ...] = ()) -> Store:
         """Open the store at `path`, making an empty one where there is none."""
         if not (path / "objects").is_dir():
+            if path.exists():
+                raise damaged(path, "it has no folder of objects")
             path.parent.mkdir(parents=True, exist_ok=True)
             # Made aside and renamed: a killed init would leave a folder that looks like a store.
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".store-") as made:
@@ -74,7 +77,12 @@ class Store:
     def tree(self, treeish: str) -> dict[str, Entry]:
         """Return all files of a tree by path."""
         found = {}
-        for line in self.repo.run("ls-tree", "-r", "-z", treeish).out.split(b"\0")[:-1]:
+        try:
+            listing = self.repo.run("ls-tree", "-r", "-z", treeish).out
+        except GitFailed as error:
+            self.repo.run("cat-file", "-e", treeish, ok=(0, 1, 128))  # fails too where git itself is at fault
+            raise damaged(self.repo.git_dir, error.why) from None
+        for line in listing.split(b"\0")[:-1]:
             head, _, path = line.partition(b"\t")
             mode, _, blob = head.decode().split(" ")
             found[path.decode("utf-8", "surrogateescape")] = Entry(mode, blob)
@@ -121,7 +129,7 @@ class Store:
                 end = out.index(b"\n", at)
                 head = out[at:end].split(b" ")
                 if len(head) != 3 or head[1] != b"blob":
-                    raise KeyError(f"{one} is not in the store")
+                    raise damaged(self.repo.git_dir, f"{one} is not there")
                 size = int(head[2])
                 self.cache[one] = out[end + 1 : end + 1 + size]
                 at = end + 2 + size
@@ -194,6 +202,17 @@ class Store:
         )
         words = answer.out.decode("utf-8", "surrogateescape").split("\0")
         return Merge(words[0], tuple(dict.fromkeys(word for word in words[1:] if word)))
+
+
+def damaged(store: Path, why: str) -> StateUnreadable:
+    """Return the refusal for a store that is not whole; it can be made again."""
+    return StateUnreadable(
+        "the object store lacks something",
+        where=str(store),
+        why=why,
+        remedy="it is made again from the pin, and the tree with it: copy your changes out of build/megatron,\n"
+        f"then: rm -r {store} build/megatron && mpatch apply",
+    )
 
 
 def quoted(path: str) -> bytes:

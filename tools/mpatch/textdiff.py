@@ -39,6 +39,13 @@ def changes_between(store: Store, old_tree: str, new_tree: str) -> tuple[FileCha
 
 def file_change(store: Store, path: str, old: Entry | None, new: Entry | None) -> FileChange:
     """Return the canonical change of one file."""
+    if not path.isprintable():
+        raise PatchKindRefused(
+            "this name is not carried",
+            where=ascii(path),
+            why="it has a control character, or is not UTF-8",
+            remedy="rename the file",
+        )
     for entry in (old, new):
         if entry and entry.mode not in FILE_MODES:
             raise PatchKindRefused(

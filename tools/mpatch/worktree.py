@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.mpatch.errors import ForeignEdits
 from tools.mpatch.patchfile import blob_id
 from tools.mpatch.store import Entry, Tree
 
@@ -65,6 +66,14 @@ def scan(folder: Path, expected: Tree | None = None) -> dict[str, Entry]:
 def _entry(item: os.DirEntry[str]) -> Entry:
     if item.is_symlink():
         return Entry("120000", blob_id(os.fsencode(os.readlink(item.path))))
+    if not item.is_file(follow_symlinks=False):
+        # Reading a pipe or a device would never end.
+        raise ForeignEdits(
+            "the patched tree holds something that is no file",
+            where=item.path,
+            why="a pipe, a socket or a device",
+            remedy=f"rm {item.path}",
+        )
     with open(item.path, "rb") as stream:
         data = stream.read()
         mode = "100755" if os.fstat(stream.fileno()).st_mode & 0o100 else "100644"
