@@ -57,6 +57,11 @@ def test_without_the_option_nothing_moves(options: dict[str, Any], bias: float) 
     assert abs(loss - _formula(routing_map, scores)) > 1e-4
 
 
+def test_the_option_says_that_it_is_on() -> None:
+    with pytest.warns(UserWarning, match="aux losses count the chosen experts"):
+        router(**AUX, moe_ext_aux_loss_routing_map=True)
+
+
 def test_option_changes_nothing_for_a_plain_router() -> None:
     on, *_ = _aux_loss({"moe_ext_aux_loss_routing_map": True})
     off, *_ = _aux_loss({})

@@ -100,7 +100,12 @@ def test_a_step_cuts_no_gradient_that_it_has_cut_before(monkeypatch: pytest.Monk
     assert seen == [len(SHAPES), 0, 0]
 
 
-def test_who_counts_in_the_norm_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_counts_in_which_norm_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    who_counts_in_the_norm_is_asked_once(monkeypatch)
+    which_norm_clips_a_parameter_is_asked_once(monkeypatch)
+
+
+def who_counts_in_the_norm_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Training()
     asked: Counter[str] = Counter()
     real = megatron_optimizer.param_is_not_shared
@@ -132,7 +137,7 @@ def test_a_plain_tensor_is_taken_in_no_mode_of_its_own(monkeypatch: pytest.Monke
     assert not entered
 
 
-def test_which_norm_clips_a_parameter_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def which_norm_clips_a_parameter_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Training(own_norm="one")
     trained.step(0)
     asked: Counter[str] = Counter()

@@ -40,6 +40,8 @@ def test_alltoall_aligns_every_expert_and_gives_every_token_back() -> None:
     expert_input, counts, weights = dispatcher.dispatch_postprocess(*dispatched)
     assert counts.tolist() == [128, 128, 128, 128, 0, 0, 0, 0]
     assert expert_input.shape[0] == 512
+    for expert, (rows, shares) in enumerate(zip(expert_input.split(ALIGN), weights.split(ALIGN), strict=True)):
+        torch.testing.assert_close(rows[shares > 0], hidden[routing_map[:, expert], 0], rtol=0, atol=0)
     weighted = dispatcher.combine_preprocess(expert_input * weights[:, None])
     output = dispatcher.combine_postprocess(dispatcher.token_combine(weighted))
     torch.testing.assert_close(output, hidden, rtol=0, atol=0)

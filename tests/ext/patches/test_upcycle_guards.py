@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,13 @@ class _DenseModelBuilt(Exception):
     pass
 
 
-def setup(monkeypatch: pytest.MonkeyPatch, load: Path, **more: Any) -> None:
+def _stop(_: Any) -> list[Any]:
+    raise _DenseModelBuilt
+
+
+def setup(
+    monkeypatch: pytest.MonkeyPatch, load: Path, dense_model: Callable[[Any], list[Any]] = _stop, **more: Any
+) -> None:
     """Run Megatron's set-up with the flag, up to the dense model."""
     args = SimpleNamespace(
         **dict.fromkeys(("perform_rl_step", "no_load_optim", "logits_save_dir", "logits_load_dir", "moe_latent_size",
@@ -31,9 +38,7 @@ def setup(monkeypatch: pytest.MonkeyPatch, load: Path, **more: Any) -> None:
 
     def model(*_: Any, **__: Any) -> list[Any]:
         calls.append(args)
-        if len(calls) > 1:
-            raise _DenseModelBuilt
-        return []
+        return dense_model(args) if len(calls) > 1 else []
 
     monkeypatch.setattr(training, "get_args", lambda: args)
     monkeypatch.setattr(training, "get_timers", lambda: None)
@@ -47,6 +52,25 @@ def setup(monkeypatch: pytest.MonkeyPatch, load: Path, **more: Any) -> None:
 def test_a_missing_checkpoint_is_no_random_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint here"):
         setup(monkeypatch, tmp_path)
+
+
+@pytest.mark.usefixtures("world")
+def test_the_dense_model_has_none_of_the_moes_arguments_and_the_moe_gets_them_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Converting(Exception):
+        pass
+
+    def convert(*_: Any, **__: Any) -> None:
+        seen.append(training.get_args().moe_layer_freq)
+        raise Converting
+
+    seen: list[Any] = []
+    monkeypatch.setattr("megatron_ext.upcycle.in_training.check", lambda args: None)  # there is no checkpoint to check
+    monkeypatch.setattr(training.upcycling_utils, "load_and_upcycle_model", convert)
+    with pytest.raises(Converting):
+        setup(monkeypatch, tmp_path, dense_model=lambda args: seen.append(args.moe_layer_freq) or [])
+    assert seen == [1, [0, 1]]
 
 
 @pytest.mark.usefixtures("world")

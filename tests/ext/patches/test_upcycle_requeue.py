@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upcycle"))
 from gpt import Layout, Moe, Shape, build, moe_flags, save_dense, use_groups
+from source import function
 
 from megatron_ext.cli import main
 
@@ -43,3 +45,11 @@ def test_a_second_start_goes_on(upcycled: Path, monkeypatch: pytest.MonkeyPatch)
     assert args.load == str(upcycled / "moe")
     assert not args.no_load_optim
     assert not args.no_load_rng
+
+
+def test_the_upcycled_model_is_saved_as_a_release() -> None:
+    # Reached behind a whole upcycling; tests/e2e/test_upcycle_in_training.py goes there and on.
+    setup = function("megatron.training.training", "setup_model_and_optimizer")
+    saves = [n for n in ast.walk(setup) if isinstance(n, ast.Call) and ast.unparse(n.func) == "save_checkpoint"]
+    upcycled = [call for call in saves if "release=True" in ast.unparse(call)]
+    assert len(upcycled) == 1
