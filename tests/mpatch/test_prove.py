@@ -86,3 +86,16 @@ def test_proof_that_does_not_run_is_no_verdict(proven):
     assert prove(proven, "guard").code == 2
     assert prove(proven, "top-k").code == 2  # its test file does not exist
     assert not list((proven.root / "build/mpatch/proofs").iterdir())
+
+
+def test_a_hunk_that_the_proof_does_not_miss_is_named(proven):
+    with_proof(proven, "guard", "::test_empty_mean_is_no_crash")
+    assert "not missed" not in prove(proven, "guard", "--hunks").out  # one hunk: that is the proof itself
+    proven.good("edit", "guard")
+    proven.replace("fake/train.py", "    done = 0", "    done = 0  # steps")
+    proven.good("refresh")
+    assert "not missed" not in prove(proven, "guard").out
+    said = prove(proven, "guard", "--hunks")
+    assert said.code == 0, said
+    assert "not missed   core/guard: the proof is green without fake/train.py:1 in train" in said.out
+    assert "fake/core/loss.py" not in said.out

@@ -172,6 +172,7 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slugs", nargs="*", metavar="SLUG", help="default: all")
     parser.add_argument("--python", default="", help="runs the tests (default: .venv/bin/python)")
     parser.add_argument("--whole", action="store_true", help="with = the whole series: faster, proves no Depends-On")
+    parser.add_argument("--hunks", action="store_true", help="also: which hunks does the proof not miss? (slow)")
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="for each test (default 600)")
 
 
@@ -265,7 +266,7 @@ VERBS: dict[str, Verb] = {
     "prove": Verb(
         "each patch's Proof: red without it, green with it",
         _prove_options,
-        lambda c, o: prove.prove(c, o.slugs, whole=o.whole, python=o.python, timeout_s=o.timeout),
+        lambda c, o: prove.prove(c, o.slugs, whole=o.whole, hunks=o.hunks, python=o.python, timeout_s=o.timeout),
     ),
     "drift": Verb(
         "how each patch would fare on other bases",

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tools.mpatch import check, sources
 from tools.mpatch.apply import working
 from tools.mpatch.checkout import Checkout
 from tools.mpatch.errors import CouldNotCheck, NothingChecked, ProofFailed
+from tools.mpatch.hunks import Without, each_without
 from tools.mpatch.output import Answer
 from tools.mpatch.patchfile import Patch
 from tools.mpatch.plan import items_of
@@ -98,6 +99,7 @@ def prove(
     slugs: Sequence[str] = (),
     *,
     whole: bool = False,
+    hunks: bool = False,
     python: str = "",
     timeout_s: int = 600,
 ) -> Answer:
@@ -107,6 +109,8 @@ def prove(
         slugs: Only these.
         whole: Take the whole series for the tree with the patch: one process for all, so much faster, but a
             missing Depends-On goes unseen.
+        hunks: Run each proof also without each one hunk of its patch, on top of the patches below: a proof that is
+            green then does not miss that hunk, and says so in the answer.
         python: The interpreter that runs the tests.
         timeout_s: Seconds for each test.
 
@@ -123,6 +127,7 @@ def prove(
         if not chosen:
             raise NothingChecked("the series is empty: zero proofs were run", where="patches/series")
         items = {item.slug: item for item in items_of(series, subject.stack)}
+        proofs = {patch.slug: patch.message.trailer("Proof").strip() for patch in chosen}
         trees: dict[str, list[str]] = {}
         pairs: dict[str, tuple[str, str]] = {}
         for patch in chosen:
@@ -135,20 +140,26 @@ def prove(
                 raise ProofFailed(f"{patch.slug} does not fit with its Depends-On alone", remedy="mpatch check alone")
             pairs[patch.slug] = (without, with_)
             for tree in (without, with_):
-                trees.setdefault(tree, []).append(patch.message.trailer("Proof").strip())
+                trees.setdefault(tree, []).append(proofs[patch.slug])
+        left_out = [one for patch in chosen if hunks
+                    for one in each_without(store, patch, items[patch.slug].before)]  # fmt: skip
+        for one in left_out:
+            trees.setdefault(one.tree, []).append(proofs[one.slug])
         outcomes = {tree: run_tests(checkout, store, tree, tests, python, timeout_s) for tree, tests in trees.items()}
     verdicts = []
     for patch in chosen:
-        proof = patch.message.trailer("Proof").strip()
+        proof = proofs[patch.slug]
         without_tree, with_tree = pairs[patch.slug]
         verdicts.append(judge(patch.slug, proof, outcomes[without_tree][proof], outcomes[with_tree][proof],
                               patch.message.trailer("Proof-Fails-With")))  # fmt: skip
-    return answer(verdicts)
+    missed = [one for one in left_out if outcomes[one.tree][proofs[one.slug]].state == PASSED]
+    return answer(verdicts, missed)
 
 
-def answer(verdicts: list[Verdict]) -> Answer:
+def answer(verdicts: list[Verdict], missed: Sequence[Without] = ()) -> Answer:
     """Return the verdicts as an answer, or raise when one is not `needed`."""
     lines = [f"{one.state:<12} {one.slug}: {one.detail}" for one in verdicts]
+    lines += [f"{'not missed':<12} {one.slug}: the proof is green without {one.where}" for one in missed]
     bad = [one for one in verdicts if one.state in (ABSORBED, BROKEN, WRONG_REASON)]
     if bad:
         raise ProofFailed(
@@ -158,7 +169,7 @@ def answer(verdicts: list[Verdict]) -> Answer:
         )
     if any(one.state == UNCHECKED for one in verdicts):
         raise CouldNotCheck("not all proofs ran", why="\n".join(lines), remedy="run the test by hand, with --python")
-    return Answer(lines, {"proofs": [one.__dict__ for one in verdicts]})
+    return Answer(lines, {"proofs": [one.__dict__ for one in verdicts], "not_missed": [asdict(one) for one in missed]})
 
 
 def run_tests(
