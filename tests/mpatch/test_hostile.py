@@ -30,6 +30,16 @@ def test_a_copied_checkout_finishes_its_own_change_and_not_the_first_ones(three,
     assert (three.patch("core/guard"), other.patch("core/guard")) == (guard, b"new\n")
 
 
+def test_what_a_kill_left_of_a_half_written_patch_is_removed(three):
+    guard = three.root / "patches/core/guard.patch"
+    plan = {"files": {"patches/core/guard.patch": guard.read_text()}}
+    (three.root / "build/mpatch/journal.json").write_text(json.dumps(plan))
+    torn = guard.with_name(".guard.patch.k1ll3d_x")  # as mkstemp names it
+    torn.write_text("From 0000")
+    three.good("status")
+    assert not torn.exists()
+
+
 @pytest.mark.parametrize("line", ["default_base = '1.0'  # ours", 'default_base="1.0"'])
 def test_rebase_moves_the_default_however_it_is_written(three, line):
     pins = three.root / "upstream.toml"

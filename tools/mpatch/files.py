@@ -79,6 +79,8 @@ def recover(journal: Path, root: Path) -> list[str]:
         ) from None
     for name, data in files.items():
         target = root / name
+        for torn in target.parent.glob(f".{target.name}.{'?' * 8}"):  # what a kill left of `temporary`
+            torn.unlink()
         if data is None:
             target.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
