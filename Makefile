@@ -6,15 +6,16 @@ PY := .venv/bin/python
 .PHONY: help setup venv demo test test-ranks test-nightly test-gpu lint docs wheel lock clean
 
 help:
-	@echo "make demo    set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
-	@echo "make test    set everything up, then run the tests"
-	@echo "make test-ranks  the tests on many processes over gloo"
-	@echo "make test-gpu  the tests that need a GPU (one, or two)"
-	@echo "make setup   only set up: .venv, the patched Megatron under build/megatron"
-	@echo "make lint    ruff, mypy, hadolint, shellcheck"
-	@echo "make docs    the API reference from the docstrings: build/api/index.html"
-	@echo "make wheel   one wheel that holds the patched Megatron and megatron_ext: dist/"
-	@echo "make lock    rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
+	@echo "make demo          set everything up, then train dense, upcycle and train the MoE on this machine (minutes)"
+	@echo "make test          set everything up, then run the tests"
+	@echo "make test-ranks    the tests on many processes over gloo"
+	@echo "make test-nightly  the slow tests"
+	@echo "make test-gpu      the tests that need a GPU (one, or two)"
+	@echo "make setup         only set up: .venv, the patched Megatron under build/megatron"
+	@echo "make lint          ruff, mypy, hadolint, shellcheck"
+	@echo "make docs          the API reference from the docstrings: build/api/index.html"
+	@echo "make wheel         one wheel that holds the patched Megatron and megatron_ext: dist/"
+	@echo "make lock          rewrite tools/requirements/*.txt from pyproject.toml and upstream.toml"
 
 setup:
 	@bash tools/setup/setup.sh all

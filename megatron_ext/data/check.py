@@ -59,6 +59,8 @@ def check(
     manifest = _as_manifest(manifest_or_prefixes)
     if manifest is None:
         prefixes = [Path(word) for word in _as_sequence(manifest_or_prefixes)]
+        for prefix in prefixes:
+            _shard_files(prefix)
         if tokenizer is None:
             raise UserError(
                 "prefixes can only be checked against a tokenizer",
@@ -192,7 +194,7 @@ def _read_shard(prefix: Path, label: str, split: str, tokenizer: OpenTokenizer) 
     )
 
 
-def _open_shard(prefix: Path) -> Any:
+def _shard_files(prefix: Path) -> tuple[Path, Path]:
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     # Megatron answers a bad pair with bare assertions, or only when a wrong token is read, so ask first.
     for path in (bin_path, idx_path):
@@ -202,6 +204,11 @@ def _open_shard(prefix: Path) -> Any:
                 where=str(path),
                 remedy="give the prefix without .bin or .idx; if it is right, tokenize again",
             )
+    return bin_path, idx_path
+
+
+def _open_shard(prefix: Path) -> Any:
+    bin_path, idx_path = _shard_files(prefix)
     if not bin_path.stat().st_size:
         raise UserError(
             "there is no document", where=str(bin_path), why="0 bytes", remedy="tokenize some text first"

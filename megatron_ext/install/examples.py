@@ -53,7 +53,7 @@ def copy_examples(folder: Path, *, force: bool = False) -> list[str]:
         raise UserError(
             f"{len(in_the_way)} of the examples are there already and differ",
             where=str(folder / in_the_way[0]),
-            remedy=f"name another folder, or replace them: megatron-moe examples {folder} --force",
+            remedy=f"name another folder, or replace them: megatron-moe examples {shlex.quote(str(folder))} --force",
         )
     for name, data in todo.items():
         target = folder / name

@@ -50,6 +50,11 @@ def test_wrong_words_get_one_short_answer(words: list[str], says: str, capsys: p
     assert told.out == ""
 
 
+def test_a_dump_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--from", str(tmp_path / "gone")]) == 1
+    assert "why:   it does not exist" in capsys.readouterr().err
+
+
 def test_judging_a_folder_that_is_not_there_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preflight", "judge", "--out", str(tmp_path / "parts")]) == 2
     assert "no such folder of parts" in capsys.readouterr().err

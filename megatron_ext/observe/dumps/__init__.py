@@ -33,7 +33,9 @@ def read_dump(path: Path, num_experts: int, expert_parallel: int, micro_batch_si
     raise UserError(
         "nothing here that health can read",
         where=str(path),
-        why="looked for router_trace_rank*.jsonl, rank*.jsonl, mp_rank_*.pth and .metadata",
+        why="looked for router_trace_rank*.jsonl, rank*.jsonl, mp_rank_*.pth and .metadata"
+        if path.exists()
+        else "it does not exist",
         remedy="name the folder itself: SAVE/tokens_per_expert, the trace's, SAVE/activations/iter_N, or SAVE/iter_N",
     )
 

@@ -39,6 +39,8 @@ def test_prefixes_need_a_tokenizer_and_read_like_a_manifest(corpus: Path) -> Non
     prefix = corpus / "train" / "code_00000"
     with pytest.raises(UserError, match="against a tokenizer"):
         check([prefix])
+    with pytest.raises(UserError, match="a shard's file is missing"):  # before a tokenizer is asked for
+        check([corpus / "none"])
     assert check([prefix], corpus / "tokenizer").shards[0].documents > 0
 
 
