@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -87,6 +88,13 @@ def test_what_is_missing_is_named_before_anything_starts(words: str, said: str, 
     assert said in done.stderr
     assert "try:" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_quickstart_asks_for_its_disk_before_it_starts(tmp_path: Path) -> None:
+    done = _run(f"quickstart.sh {tmp_path / 'out'}", MOE_STEPS="200000000")
+    assert done.returncode == 64
+    assert re.search(r"needs \d{9,} MB more and its disk has \d+", done.stderr)
+    assert not list((tmp_path / "out").rglob("*.json"))
 
 
 def test_unreadable_manifest_stops_before_training(tmp_path: Path) -> None:
