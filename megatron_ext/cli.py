@@ -39,6 +39,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("megatron_ext.dispatch.bench_cli", "time the dispatchers on this machine"),
     "preflight": Verb("megatron_ext.preflight.cli", "check nodes and network before a run"),
     "doctor": Verb("megatron_ext.preflight.doctor", "say what is installed here and whether it fits together"),
+    "place": Verb("megatron_ext.place.cli", "number a checkpoint's experts anew, so that ranks get as many tokens"),
     "upcycle": Verb("megatron_ext.upcycle.cli", "make an MoE checkpoint from a dense one, or a larger MoE"),
     "upcycle verify": Verb("megatron_ext.upcycle.verify_cli", "run source and target on one batch and compare"),
     "examples": Verb("megatron_ext.install.examples", "copy the launch scripts and the quickstart to a folder"),

@@ -94,7 +94,7 @@ _ALARMS = (
         "rank_max_vio over 0.5 for 20 steps",
         "The other GPUs of the expert-parallel group wait for the busiest one.",
         "balance within the micro-batch (--moe-router-load-balancing-type aux_loss) or spread the hot "
-        "experts over ranks",
+        "experts over ranks (`megatron-moe place`)",
         "overloaded-rank",
     ),
     AlarmName(
