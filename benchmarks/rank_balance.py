@@ -1,13 +1,14 @@
 """Claim: how unevenly a learned router would load ranks falls as it learns, but early steps show the worst of it.
 
-    python benchmarks/rank_balance.py RUN [--ranks 2 4 8] [--json FILE]
+    python benchmarks/rank_balance.py RUN [--ranks 2 4 8] [--placed-at STEP ...] [--json FILE]
 
 RUN: a run directory with routing.jsonl (any number of ranks: the counts are over all of them). For each sampled step
 and number of ranks: rows of the fullest rank over the mean, less 1, were the experts laid over so many ranks in blocks
 as Megatron lays them; the mean over the layers, the worst layer, and all layers together. With an all-to-all in each
 layer the others wait for the fullest rank there, so the mean is what the experts' time grows by. Memory holds the rows
 of all layers at once, and a rank that is full in one has fewer in another: the largest excess of all layers together,
-plus 1, is what `plan memory --rank-load` asks for.
+plus 1, is what `plan memory --rank-load` asks for. With --placed-at, below: the means of the samples behind STEP as
+they were, and had `megatron-moe place` numbered the experts anew at STEP by the five samples before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,13 +27,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.errors import UserError
+from megatron_ext.place import balance
 from megatron_ext.tracking.rundir import RoutingFrame, read_run
 
-
-def excess(frame: RoutingFrame, ranks: int) -> np.ndarray:
-    """Return the fullest rank's rows over the mean, less 1, of each layer: float64 [L]."""
-    by_rank = frame.counts.reshape(len(frame.layers), ranks, -1).sum(-1)
-    return np.asarray(by_rank.max(-1) / by_rank.mean(-1) - 1)
+FRAMES = 5  # as `megatron-moe place` counts by default
 
 
 def excess_together(frame: RoutingFrame, ranks: int) -> float:
@@ -39,10 +39,21 @@ def excess_together(frame: RoutingFrame, ranks: int) -> float:
     return float(by_rank.max() / by_rank.mean() - 1)
 
 
+def placed(frames: Sequence[RoutingFrame], ranks: int, step: int) -> tuple[list[float], list[float]]:
+    """Return the mean over the layers at each sample behind `step`, as it was and had the experts been placed then."""
+    counted = np.sum([frame.counts for frame in frames if frame.step <= step][-FRAMES:], axis=0)
+    order = np.stack([balance.even_order(of, ranks) for of in counted])
+    later = [frame.counts for frame in frames if frame.step > step]
+    moved = [np.take_along_axis(counts, order, -1) for counts in later]
+    return ([float(balance.excess(of, ranks).mean()) for of in later],
+            [float(balance.excess(of, ranks).mean()) for of in moved])  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--placed-at", type=int, nargs="+", default=[], metavar="STEP")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     try:
@@ -58,18 +69,27 @@ def main() -> int:
     rows = []
     together = []
     for frame in frames:
-        found = {ranks: excess(frame, ranks) for ranks in args.ranks}
+        by_layer = {ranks: balance.excess(frame.counts, ranks) for ranks in args.ranks}
         whole = {ranks: excess_together(frame, ranks) for ranks in args.ranks}
-        table.add_row(
-            str(frame.step), *(f"{of.mean():.1%} ({of.max():.1%}), {whole[ranks]:.1%}" for ranks, of in found.items())
-        )
+        cells = (f"{of.mean():.1%} ({of.max():.1%}), {whole[ranks]:.1%}" for ranks, of in by_layer.items())
+        table.add_row(str(frame.step), *cells)
         together.append({"step": frame.step, **{str(ranks): round(of, 4) for ranks, of in whole.items()}})
-        rows.append({"step": frame.step, **{str(ranks): np.round(of, 4).tolist() for ranks, of in found.items()}})
+        rounded = {str(ranks): np.round(of, 4).tolist() for ranks, of in by_layer.items()}
+        rows.append({"step": frame.step, **rounded})
     Console().print(table)
+    record: dict[str, Any] = {"experts": experts, "excess by ranks and layer": rows, "of all layers together": together}
+    for step in args.placed_at:
+        if not frames[0].step <= step < frames[-1].step:
+            raise SystemExit(f"rank_balance.py: the samples go from step {frames[0].step} to {frames[-1].step}")
+        at = record.setdefault("placed at", {}).setdefault(str(step), {})
+        for ranks in args.ranks:
+            before, after = placed(frames, ranks, step)
+            means = f"{np.mean(before):.1%} on average, placed {np.mean(after):.1%}"
+            print(f"{ranks} ranks, {len(before)} samples behind step {step}: {means}")
+            found = {"as it was": before, "placed": after}
+            at[str(ranks)] = {name: np.round(of, 4).tolist() for name, of in found.items()}
     if args.json:
-        args.json.write_text(json.dumps({
-            "experts": experts, "excess by ranks and layer": rows, "of all layers together": together,
-        }) + "\n")  # fmt: skip
+        args.json.write_text(json.dumps(record) + "\n")
     return 0
 
 
