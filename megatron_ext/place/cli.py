@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from megatron_ext import screen
 from megatron_ext.errors import UserError
 from megatron_ext.place import balance
+from megatron_ext.usage import whole
 
 if TYPE_CHECKING:
     from megatron_ext.place.renumber import Experts
@@ -40,9 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="folder that the run saved to: torch_dist")
     parser.add_argument("target", type=Path, help="new folder for the checkpoint")
     parser.add_argument("--run", type=Path, required=True, help="the run's directory (its --moe-ext-run-dir)")
-    parser.add_argument("--ranks", type=int, metavar="R",
+    parser.add_argument("--ranks", type=whole(), metavar="R",
                         help="expert-parallel size of the run to come (default: as the checkpoint's)")
-    parser.add_argument("--frames", type=int, default=5, metavar="N",
+    parser.add_argument("--frames", type=whole(), default=5, metavar="N",
                         help="sum the counts of the last N sampled steps up to the checkpoint (default 5)")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out")
     parser.add_argument("--dry-run", action="store_true", help="say what it would do; write nothing")
@@ -96,8 +97,6 @@ def _frames(run: Path, source: Source, number: int, experts: Experts) -> Sequenc
     """Return the last samples up to the checkpoint, decoder layers only, all of one start: a start may have placed."""
     from megatron_ext.tracking.rundir import read_run
 
-    if number < 1:
-        raise UserError("there is nothing to count", where=f"--frames {number}", remedy="give 1 or more", exit_code=64)
     routing = read_run(run).routing
     iteration = source.iteration or max((frame.step for frame in routing), default=0)
     frames = [frame for frame in routing if frame.step <= iteration]
@@ -148,7 +147,7 @@ def _explain(note: dict[str, Any]) -> None:
     for name, layer in layers.items():
         table.add_row(name, _percent([layer["last_sample"]]), _percent([layer["last_sample_placed_by_earlier"]]),
                       str(layer["moved"]))  # fmt: skip
-    Console().print(table)
+    screen.console().print(table)
     now = _percent([layer["last_sample"] for layer in layers.values()])
     placed = _percent([layer["last_sample_placed_by_earlier"] for layer in layers.values()])
     print(f"{note['ranks']} ranks, placed by {len(steps)} samples, steps {steps[0]} to {steps[-1]}.")

@@ -136,7 +136,7 @@ def small(world: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--ranks", "3"], "8 experts do not divide"),
         (["--ranks", "1"], "one rank has all experts anyway"),
         ([], "one rank has all experts anyway"),
-        (["--ranks", "2", "--frames", "0"], "nothing to count"),
+        (["--ranks", "2", "--frames", "0"], "not a whole number of 1 or more"),
         (["--ranks", "2", "--run", "nowhere"], "no such run directory"),
     ],
 )
