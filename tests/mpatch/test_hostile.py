@@ -40,6 +40,17 @@ def test_what_a_kill_left_of_a_half_written_patch_is_removed(three):
     assert not torn.exists()
 
 
+def test_the_lock_of_a_git_that_was_killed_stops_nothing(three):
+    store = three.root / "build/mpatch/store.git"
+    for ref in (store / "refs/mpatch").rglob("*"):
+        if ref.is_file():
+            ref.with_name(f"{ref.name}.lock").touch()
+    (store / "HEAD.lock").touch()
+    shutil.rmtree(three.tree)
+    three.add_base("clean", release("clean"))
+    three.apply("--base", "clean")
+
+
 @pytest.mark.parametrize("line", ["default_base = '1.0'  # ours", 'default_base="1.0"'])
 def test_rebase_moves_the_default_however_it_is_written(three, line):
     pins = three.root / "upstream.toml"

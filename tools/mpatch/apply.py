@@ -18,7 +18,7 @@ from tools.mpatch.errors import (
     UsageError,
     VerifyFailed,
 )
-from tools.mpatch.files import finish_swap, locked, recover, write_bytes
+from tools.mpatch.files import finish_swap, locked, recover, remove_git_locks, write_bytes
 from tools.mpatch.output import Answer
 from tools.mpatch.pinned import Progress
 from tools.mpatch.pins import Base, Pins
@@ -38,6 +38,7 @@ def working(checkout: Checkout, what: str) -> Iterator[None]:
     with locked(checkout.lock, what):
         recover(checkout.journal, checkout.root)
         finish_swap(checkout.place)
+        remove_git_locks(checkout.own / "store.git")
         yield
 
 

@@ -91,6 +91,12 @@ def recover(journal: Path, root: Path) -> list[str]:
     return sorted(files)
 
 
+def remove_git_locks(git_dir: Path) -> None:
+    """Remove the lock files of a git that was killed; to be called where no other git can be at work there."""
+    for lock in [*git_dir.glob("*.lock"), *(git_dir / "refs").rglob("*.lock")]:
+        lock.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Keep other mpatch commands of this checkout out; the kernel frees the lock of a killed process.
