@@ -30,18 +30,10 @@ from megatron_ext.errors import UserError
 from megatron_ext.place import balance
 from megatron_ext.tracking.rundir import RoutingFrame, read_run
 
-FRAMES = 5  # as `megatron-moe place` counts by default
-
-
-def excess_together(frame: RoutingFrame, ranks: int) -> float:
-    """Return the same for the rows of all layers together."""
-    by_rank = frame.counts.reshape(len(frame.layers), ranks, -1).sum((0, 2))
-    return float(by_rank.max() / by_rank.mean() - 1)
-
 
 def placed(frames: Sequence[RoutingFrame], ranks: int, step: int) -> tuple[list[float], list[float]]:
     """Return the mean over the layers at each sample behind `step`, as it was and had the experts been placed then."""
-    counted = np.sum([frame.counts for frame in frames if frame.step <= step][-FRAMES:], axis=0)
+    counted = np.sum([frame.counts for frame in frames if frame.step <= step][-balance.FRAMES:], axis=0)
     order = np.stack([balance.even_order(of, ranks) for of in counted])
     later = [frame.counts for frame in frames if frame.step > step]
     moved = [np.take_along_axis(counts, order, -1) for counts in later]
@@ -70,7 +62,7 @@ def main() -> int:
     together = []
     for frame in frames:
         by_layer = {ranks: balance.excess(frame.counts, ranks) for ranks in args.ranks}
-        whole = {ranks: excess_together(frame, ranks) for ranks in args.ranks}
+        whole = {ranks: float(balance.excess(frame.counts.sum(0), ranks)) for ranks in args.ranks}
         cells = (f"{of.mean():.1%} ({of.max():.1%}), {whole[ranks]:.1%}" for ranks, of in by_layer.items())
         table.add_row(str(frame.step), *cells)
         together.append({"step": frame.step, **{str(ranks): round(of, 4) for ranks, of in whole.items()}})

@@ -8,6 +8,8 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 Order = npt.NDArray[np.int64]
 
+FRAMES = 5  # samples that are counted together where nothing else is asked for
+
 
 def excess(counts: Counts, ranks: int) -> npt.NDArray[np.float64]:
     """Return the fullest rank's tokens over the mean, less 1, were experts laid over ranks by number.

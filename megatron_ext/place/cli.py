@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,8 +42,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, help="the run's directory (its --moe-ext-run-dir)")
     parser.add_argument("--ranks", type=whole(), metavar="R",
                         help="expert-parallel size of the run to come (default: as the checkpoint's)")
-    parser.add_argument("--frames", type=whole(), default=5, metavar="N",
-                        help="sum the counts of the last N sampled steps up to the checkpoint (default 5)")
+    parser.add_argument("--frames", type=whole(), default=balance.FRAMES, metavar="N",
+                        help=f"sum the counts of the last N samples up to the checkpoint (default {balance.FRAMES})")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out")
     parser.add_argument("--dry-run", action="store_true", help="say what it would do; write nothing")
     parser.add_argument("--json", action="store_true", help="print the result for programs")
@@ -57,8 +56,8 @@ def run(args: Namespace) -> int:
         UserError: The checkpoint or the run does not have what it takes.
     """
     from megatron_ext.place import renumber
-    from megatron_ext.upcycle import explain, target
     from megatron_ext.upcycle.source import TRACKER, open_source
+    from megatron_ext.upcycle.write import write
 
     source = open_source(args.source)
     experts = renumber.experts_of(source)
@@ -68,22 +67,8 @@ def run(args: Namespace) -> int:
     orders = _orders(frames, ranks)
     note = _note(source, args.run, ranks, frames, orders)
     content = renumber.plan_content(source, orders, note, weights_only=args.weights_only)
-    if args.source.resolve() == args.target.resolve():
-        raise UserError("source and target are the same folder", where=str(args.target), remedy="give a new folder")
-    target.check_target(args.target, num_bytes=content.num_bytes)
-    if not args.json:
-        _explain(note)
-    if not args.dry_run:
-        display, advance = explain.progress_bar(content, quiet=args.json)
-        with display:
-            tracker = (source.root / TRACKER).read_text().strip()
-            folder = target.write_checkpoint(args.target, source.folder.name, tracker, content, progress=advance)
-        note["written"] = str(folder)
-    if args.json:
-        print(json.dumps(note))
-    elif not args.dry_run:
-        print(f"written: {note['written']}")
-    return 0
+    tracker = (source.root / TRACKER).read_text().strip()
+    return write(args, content, folder=source.folder.name, tracker=tracker, note=note, tell=lambda: _explain(note))
 
 
 def _check_ranks(ranks: int, experts: int) -> None:

@@ -14,21 +14,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_ext.errors import UserError
 from megatron_ext.place.balance import Order
-from megatron_ext.upcycle.grow import EXPERT, EXPERTS, ROUTER
-from megatron_ext.upcycle.layout import NOT_MODEL, Layer, Place, object_parts, understand
-from megatron_ext.upcycle.offline import BIASES, FC1, FC2, block_at, copied, is_stacked
-from megatron_ext.upcycle.source import Source, StoredTensor, damaged
+from megatron_ext.upcycle.grow import EXPERT, ROUTER, check_experts
+from megatron_ext.upcycle.layout import (
+    NOT_MODEL,
+    OPTIMIZER,
+    Layer,
+    Place,
+    is_stacked,
+    object_parts,
+    split_state,
+    understand,
+)
+from megatron_ext.upcycle.offline import block_at, copied, own_shape, read_at
+from megatron_ext.upcycle.source import Source
 from megatron_ext.upcycle.target import Block, Content
 
 NOTE = "placement.json"
-# The optimizer's state by the model's own names; other formats keep it by place in a buffer.
-_STATE = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.[^.]+\.)(?P<model>.+)")
 _BY_PLACE = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
-_PARTS = (FC1, FC2, *BIASES)
 
 
 @dataclass(frozen=True)
@@ -84,27 +89,22 @@ def plan_content(source: Source, orders: Mapping[int, Order], note: Mapping[str,
         UserError: The experts or the optimizer's state are not stored by expert.
     """
     experts = experts_of(source)
-    _check_names(source, experts, weights_only=weights_only)
-    blocks: list[Block] = []
-    for name in source.tensors:
-        if not (weights_only and _is_optimizer(name)):
-            blocks += _blocks(source, experts, orders, name)
+    kept = [name for name in source.tensors if not (weights_only and OPTIMIZER.match(name))]
+    if not weights_only:
+        _check_state(source)
+    check_experts(source, filter(_is_model, kept), number=experts.number, num_layers=experts.layers)
+    blocks = [block for name in kept for block in _blocks(source, experts, orders, name)]
     return Content(blocks, dict(_objects(source, experts, orders, weights_only=weights_only)), {NOTE: note})
 
 
-def _is_optimizer(name: str) -> bool:
-    return bool(re.match(r"(chained_\d+\.)?optimizer\.", name))
+def _is_model(name: str) -> bool:
+    """Say whether a name is a weight's, or that of a state stored by the weight's name."""
+    return bool(split_state(name)[0]) or not NOT_MODEL.match(name)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return the prefix of the optimizer's state ("" for a weight) and the model's own name."""
-    match = _STATE.fullmatch(name)
-    return (match["prefix"], match["model"]) if match else ("", name)
-
-
-def _check_names(source: Source, experts: Experts, *, weights_only: bool) -> None:
+def _check_state(source: Source) -> None:
     by_place = next((name for name in source.tensors if _BY_PLACE.match(name)), None)
-    if by_place and not weights_only:
+    if by_place:
         raise UserError(
             "the optimizer's state is stored by its place in a buffer, not by weight",
             where=f"{by_place} in {source.folder}",
@@ -112,38 +112,14 @@ def _check_names(source: Source, experts: Experts, *, weights_only: bool) -> Non
             remedy="load it once with the same layout and save with --dist-ckpt-optim-fully-reshardable; or pass "
             "--weights-only and train on with --no-load-optim",
         )
-    found = 0
-    for name in source.tensors:
-        prefix, model = _split(name)
-        if not prefix and NOT_MODEL.match(name):
-            continue
-        short = next(understand(model, num_layers=experts.layers)).short
-        if not short.startswith(EXPERTS):
-            continue
-        found += 1
-        if short.removeprefix(EXPERT) not in _PARTS:
-            raise UserError("the experts are not stored one by one", where=f"{name} in {source.folder}",
-                            why=f"expected {EXPERT}{{{', '.join(_PARTS)}}}",
-                            remedy="load it with Megatron and save it with --ckpt-format torch_dist, without "
-                            "--moe-single-grouped-weight")
-        held = _own_shape(source.tensors[name], model)[0]
-        if held != experts.number:
-            raise damaged(f"{name} in {source.folder}", f"it holds {held} experts; the arguments say {experts.number}")
-    if not found:
-        raise damaged(str(source.folder), f"its arguments say {experts.number} experts, but it holds none")
-
-
-def _own_shape(stored: StoredTensor, model: str) -> tuple[int, ...]:
-    return stored.shape[1:] if is_stacked(model) else stored.shape
 
 
 def _blocks(source: Source, experts: Experts, orders: Mapping[int, Order], name: str) -> Iterator[Block]:
-    prefix, model = _split(name)
-    if not prefix and NOT_MODEL.match(name):
+    if not _is_model(name):
         yield from copied(source, name)
         return
-    found = [one for one in understand(model, num_layers=experts.layers) if one.layer is not None]
-    shape = _own_shape(source.tensors[name], model)
+    found = [one for one in understand(split_state(name)[1], num_layers=experts.layers) if one.layer is not None]
+    shape = own_shape(source, name)
     short = found[0].short if found else ""
     is_expert = short.startswith(EXPERT)
     is_router = short.startswith(ROUTER) and shape[:1] == (experts.number,)
@@ -155,51 +131,44 @@ def _blocks(source: Source, experts: Experts, orders: Mapping[int, Order], name:
         order = _order(orders, one.layer)
         order = order if order is not None else np.arange(experts.number)
         make = _expert_blocks if is_expert else _router_blocks
-        yield from make(source, name, prefix, one.layer, short, order)
+        yield from make(source, name, one.layer, short, order)
 
 
 def _order(orders: Mapping[int, Order], layer: Layer | None) -> Order | None:
     return None if layer is None or layer.number is None else orders.get(layer.number)
 
 
-def _place(name: str, prefix: str, layer: Layer, short: str) -> Place:
-    place = layer.place(short, stacked=is_stacked(_split(name)[1]))
-    return replace(place, name=prefix + place.name)
+def _place(name: str, layer: Layer, short: str) -> Place:
+    place = layer.place(short, stacked=is_stacked(name))
+    return replace(place, name=split_state(name)[0] + place.name)
 
 
-def _read(source: Source, name: str, lead: tuple[int, ...]) -> Tensor:
-    """Read what lies at these leading indices, without them."""
-    shape = source.tensors[name].shape[len(lead):]
-    block = source.read(name, (*lead, *(0 for _ in shape)), (*(1 for _ in lead), *shape))
-    return block.reshape(shape)
-
-
-def _expert_blocks(source: Source, name: str, prefix: str, layer: Layer, short: str, order: Order) -> Iterator[Block]:
-    stored, place = source.tensors[name], _place(name, prefix, layer, short)
+def _expert_blocks(source: Source, name: str, layer: Layer, short: str, order: Order) -> Iterator[Block]:
+    stored, place = source.tensors[name], _place(name, layer, short)
     for new, old in enumerate(order.tolist()):
         lead = (*place.offsets, old)
         yield block_at(place.inner(new, len(order)), stored.shape[len(lead):], stored.dtype,
-                       lambda lead=lead: _read(source, name, lead))  # type: ignore[misc]
+                       lambda lead=lead: read_at(source, name, lead))  # type: ignore[misc]
 
 
-def _router_blocks(source: Source, name: str, prefix: str, layer: Layer, short: str, order: Order) -> Iterator[Block]:
-    stored, place = source.tensors[name], _place(name, prefix, layer, short)
+def _router_blocks(source: Source, name: str, layer: Layer, short: str, order: Order) -> Iterator[Block]:
+    stored, place = source.tensors[name], _place(name, layer, short)
     yield block_at(place, stored.shape[len(place.offsets):], stored.dtype,
-                   lambda: _read(source, name, place.offsets)[torch.from_numpy(order)])
+                   lambda: read_at(source, name, place.offsets)[torch.from_numpy(order)])
 
 
 def _objects(source: Source, experts: Experts, orders: Mapping[int, Order], *,
              weights_only: bool) -> Iterator[tuple[str, bytes]]:
     """Yield non-tensor entries as stored; an expert's under its new number."""
     for full_name in source.objects:
-        if weights_only and _is_optimizer(full_name):
+        if weights_only and OPTIMIZER.match(full_name):
             continue
         name, offsets, counts = object_parts(full_name)
         if f".{EXPERT}" not in name:
             yield full_name, source.object_bytes(full_name)
             continue
         *before, old = offsets
-        layer = before[0] if before else next(understand(name, num_layers=experts.layers)).layer
-        order = orders.get(layer) if isinstance(layer, int) else _order(orders, layer)
+        layer = None if before else next(understand(name, num_layers=experts.layers)).layer
+        order = orders.get(before[0]) if before else _order(orders, layer)
         new = old if order is None else order.tolist().index(old)
         yield Place(name, (*before, new), counts).object_name(), source.object_bytes(full_name)

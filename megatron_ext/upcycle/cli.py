@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from megatron_ext.errors import UserError
 from megatron_ext.upcycle import flags
 from megatron_ext.upcycle.source import Source
 from megatron_ext.upcycle.target import Content
@@ -42,29 +40,16 @@ def run(args: Namespace) -> int:
     Raises:
         UserError: what was asked for cannot be made of that checkpoint, or not there.
     """
-    from megatron_ext.upcycle import explain, offline, target
+    from megatron_ext.upcycle import explain, offline
     from megatron_ext.upcycle.source import open_source
+    from megatron_ext.upcycle.write import write
 
     source = open_source(args.source)
     where = offline.place_in_run(source, carry_schedule=args.carry_schedule)
     content = _plan(source, args)
-    if args.source.resolve() == args.target.resolve():
-        raise UserError("source and target are the same folder", where=str(args.target), remedy="give a new folder")
-    target.check_target(args.target, num_bytes=content.num_bytes)
-    note = dict(content.notes[offline.NOTE])
-    if not args.json:
-        explain.explain(note, content.num_bytes)
-    if not args.dry_run:
-        display, advance = explain.progress_bar(content, quiet=args.json)
-        with display:
-            folder = target.write_checkpoint(args.target, where.folder, where.tracker, content, progress=advance)
-        note["written"] = str(folder)
-    note["bytes"] = content.num_bytes
-    if args.json:
-        print(json.dumps(note))
-    elif not args.dry_run:
-        print(f"written: {note['written']}")
-    return 0
+    note = {**content.notes[offline.NOTE], "bytes": content.num_bytes}
+    return write(args, content, folder=where.folder, tracker=where.tracker, note=note,
+                 tell=lambda: explain.explain(note, content.num_bytes))
 
 
 def _plan(source: Source, args: Namespace) -> Content:

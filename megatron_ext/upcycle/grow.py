@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.errors import UserError
 from megatron_ext.upcycle import grow_weights, offline, router
 from megatron_ext.upcycle.grow_spec import Growth, Moe, check, expectation
-from megatron_ext.upcycle.layout import NOT_MODEL, Layer, Place, object_parts, understand
+from megatron_ext.upcycle.layout import NOT_MODEL, Layer, Place, is_stacked, object_parts, split_state, understand
 from megatron_ext.upcycle.offline import BIASES, FC1, FC2
 from megatron_ext.upcycle.source import Source, damaged
 from megatron_ext.upcycle.target import Block, Content, saved_bytes
@@ -37,7 +37,8 @@ def plan_content(source: Source, moe: Moe, growth: Growth, *, carry_schedule: bo
         UserError: The wish cannot be, or the checkpoint's experts are not stored as its arguments promise.
     """
     check(moe, growth)
-    _check_names(source, moe)
+    weights = [name for name in source.tensors if not NOT_MODEL.match(name)]
+    check_experts(source, weights, number=moe.rule.num_experts, num_layers=moe.num_layers)
     args = grown_args(source.args, moe, growth)
     common = offline.common_state(source, args, carry_schedule=carry_schedule, restart_data=restart_data)
     return Content(
@@ -69,24 +70,34 @@ def note(source: Source, moe: Moe, growth: Growth) -> dict[str, Any]:
     }
 
 
-def _check_names(source: Source, moe: Moe) -> None:
-    """Raise UserError unless every expert tensor is one that is understood, of E experts."""
-    experts = 0
-    for name in source.tensors:
-        short = next(understand(name, num_layers=moe.num_layers)).short
-        if NOT_MODEL.match(name) or not short.startswith(EXPERTS):
+def check_experts(source: Source, names: Iterable[str], *, number: int, num_layers: int) -> None:
+    """Check that every expert tensor is one that is understood, of all experts.
+
+    Args:
+        source: The checkpoint.
+        names: Of its tensors: weights, and states that are stored by the weights' names.
+        number: E.
+        num_layers: Decoder layers.
+
+    Raises:
+        UserError: One is not, or there is none.
+    """
+    found = 0
+    for name in names:
+        short = next(understand(split_state(name)[1], num_layers=num_layers)).short
+        if not short.startswith(EXPERTS):
             continue
-        experts += 1
+        found += 1
         if short.removeprefix(EXPERT) not in _PARTS:
-            raise UserError("the experts are not stored as the growth knows them", where=f"{name} in {source.folder}",
+            raise UserError("the experts are not stored one by one", where=f"{name} in {source.folder}",
                             why=f"expected {EXPERT}{{{', '.join(_PARTS)}}}",
                             remedy="load it with Megatron and save it with --ckpt-format torch_dist, without "
                             "--moe-single-grouped-weight")
-        if offline.own_shape(source, name)[0] != moe.rule.num_experts:
-            raise damaged(f"{name} in {source.folder}", f"it holds {offline.own_shape(source, name)[0]} experts; the "
-                          f"arguments say {moe.rule.num_experts}")
-    if not experts:
-        raise damaged(str(source.folder), f"its arguments say {moe.rule.num_experts} experts, but it holds none")
+        held = offline.own_shape(source, name)[0]
+        if held != number:
+            raise damaged(f"{name} in {source.folder}", f"it holds {held} experts; the arguments say {number}")
+    if not found:
+        raise damaged(str(source.folder), f"its arguments say {number} experts, but it holds none")
 
 
 def _blocks(source: Source, moe: Moe, growth: Growth) -> Iterator[Block]:
@@ -118,7 +129,7 @@ def _blocks(source: Source, moe: Moe, growth: Growth) -> Iterator[Block]:
 def _router_block(source: Source, moe: Moe, growth: Growth, name: str, layer: Layer, short: str) -> Block:
     shape = offline.own_shape(source, name)
     dtype = source.tensors[name].dtype
-    place = layer.place(short, stacked=offline.is_stacked(name))
+    place = layer.place(short, stacked=is_stacked(name))
     return offline.block_at(
         place, (shape[0] * growth.multiple, *shape[1:]), dtype,
         lambda: router_tensor(offline.read_layer(source, name, layer), moe, growth, layer.prefix + short),
@@ -159,7 +170,7 @@ def _expert_blocks(source: Source, moe: Moe, growth: Growth, name: str, layer: L
     shape = offline.own_shape(source, name)[1:]
     total = moe.rule.num_experts * growth.multiple
     part = short.removeprefix(EXPERT)
-    place = layer.place(short, stacked=offline.is_stacked(name))
+    place = layer.place(short, stacked=is_stacked(name))
     for index in range(total):
         yield offline.block_at(
             place.inner(index, total), shape, stored.dtype,
@@ -195,10 +206,7 @@ def expert_tensor(old: Tensor, part: str, moe: Moe, growth: Growth, prefix: str,
 
 
 def _read_expert(source: Source, name: str, layer: Layer, expert: int) -> Tensor:
-    shape = offline.own_shape(source, name)[1:]
-    lead = (layer.number or 0, expert) if offline.is_stacked(name) else (expert,)
-    block = source.read(name, (*lead, *(0 for _ in shape)), (*(1 for _ in lead), *shape))
-    return block.reshape(shape)
+    return offline.read_at(source, name, (layer.number or 0, expert) if is_stacked(name) else (expert,))
 
 
 def _objects(source: Source, growth: Growth) -> Iterator[tuple[str, bytes]]:

@@ -17,6 +17,9 @@ _SINGLE = re.compile(r"(?P<owner>(?:decoder\.layers|mtp\.layers)\.\d+\.(?:(?:tra
 _SHARD = re.compile(r"(?P<name>.*)/shard_(?P<offsets>[\d.]+)_(?P<shape>[\d.]+)")
 # Optimizer, random state and so on: not the model.
 NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|common_state")
+# Its state by the model's own names; another format keeps it by place in a buffer.
+_STATE = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.[^.]+\.)(?P<model>.+)")
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 MLP = "mlp."
 
 
@@ -86,6 +89,17 @@ def understand(name: str, *, num_layers: int) -> Iterator[Found]:
     owner = single["owner"]
     own_number = int(owner.split(".")[2]) if owner.startswith("decoder") else None
     yield Found(Layer(owner, own_number, num_layers), single["short"])
+
+
+def split_state(name: str) -> tuple[str, str]:
+    """Return the prefix of the optimizer's state ("" for a weight) and the model's own name."""
+    match = _STATE.fullmatch(name)
+    return (match["prefix"], match["model"]) if match else ("", name)
+
+
+def is_stacked(name: str) -> bool:
+    """Say whether a stored name, a weight's or its state's, holds all decoder layers on a leading axis."""
+    return _STACK.fullmatch(split_state(name)[1]) is not None
 
 
 def object_parts(full_name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

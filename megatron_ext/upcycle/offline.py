@@ -20,7 +20,16 @@ from torch import Tensor
 from megatron_ext.errors import UserError
 from megatron_ext.upcycle import router, weights
 from megatron_ext.upcycle import spec as specs
-from megatron_ext.upcycle.layout import MLP, NOT_MODEL, Layer, Place, decoder_layer, object_parts, understand
+from megatron_ext.upcycle.layout import (
+    MLP,
+    NOT_MODEL,
+    Layer,
+    Place,
+    decoder_layer,
+    is_stacked,
+    object_parts,
+    understand,
+)
 from megatron_ext.upcycle.source import RELEASE, Source
 from megatron_ext.upcycle.target import Block, Content, saved_bytes
 
@@ -212,17 +221,15 @@ def own_shape(source: Source, name: str) -> tuple[int, ...]:
     return shape[1:] if is_stacked(name) else shape
 
 
-def is_stacked(name: str) -> bool:
-    """Say whether a stored name holds all decoder layers on a leading axis."""
-    return name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
-
-
 def read_layer(source: Source, name: str, layer: Layer) -> Tensor:
     """Read one layer's tensor, without the axis of stacked layers."""
-    if not is_stacked(name):
-        return source.read(name)
-    shape = own_shape(source, name)
-    return source.read(name, (layer.number or 0, *(0 for _ in shape)), (1, *shape)).squeeze(0)
+    return read_at(source, name, (layer.number or 0,) if is_stacked(name) else ())
+
+
+def read_at(source: Source, name: str, lead: tuple[int, ...]) -> Tensor:
+    """Read what lies at these leading indices of a tensor, without their axes."""
+    shape = source.tensor(name).shape[len(lead):]
+    return source.read(name, (*lead, *(0 for _ in shape)), (*(1 for _ in lead), *shape)).reshape(shape)
 
 
 def block_at(place: Place, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> Block:
