@@ -36,6 +36,11 @@ def run_command(command: list[str]) -> str:
     return log
 
 
+def losses(log: str) -> list[float]:
+    """Return the lm losses that a log printed, step by step."""
+    return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", log)]
+
+
 def weights_left_out(log: str) -> set[str]:
     """Return the keys that a lenient load did not find, without Transformer Engine's extra states."""
     lacking = re.findall(r"Unexpected keys \(for this rank\): \{([^}]*)\}", log)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gpu_starts import losses, run_command, train
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --swiglu --disable-bias-linear "
@@ -42,16 +39,7 @@ SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "lay
 
 
 def _train(*flags: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += ["-m", "megatron_ext.cli", "train", "--device", "cuda", "--", *MODEL, *flags]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, cwd=ROOT)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
-
-
-def _losses(log: str) -> list[float]:
-    return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", log)]
+    return train("cuda", *MODEL, *flags)
 
 
 @dataclass(frozen=True)
@@ -82,16 +70,16 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 
 
 def test_preset_trains_as_plain_flags_do(trainings: Trainings) -> None:
-    plain = _losses(trainings.plain.result())
+    plain = losses(trainings.plain.result())
     assert len(plain) == 8
     for training in (trainings.preset, trainings.selective):
-        losses = _losses(training.result())
-        assert len(losses) == 8
-        assert losses == pytest.approx(plain, rel=5e-3)
+        of_preset = losses(training.result())
+        assert len(of_preset) == 8
+        assert of_preset == pytest.approx(plain, rel=5e-3)
 
 
 def test_dense_upcycle_train_resume_report(trainings: Trainings, tmp_path: Path) -> None:
-    assert len(_losses(trainings.dense.result())) == 6
+    assert len(losses(trainings.dense.result())) == 6
     dense = trainings.folder
     run, saved = tmp_path / "moe", tmp_path / "moe" / "checkpoints"
     flags = (*MOE, "--moe-ext-preset", "hopper", "--moe-ext-run-dir", str(run), "--moe-ext-no-trackio")
@@ -101,9 +89,9 @@ def test_dense_upcycle_train_resume_report(trainings: Trainings, tmp_path: Path)
     first = _train(*flags, *saving, *upcycling, "--train-iters", "10", "--exit-interval", "6")
     assert "[moe] added --moe-permute-fusion" in first
     second = _train(*flags, *saving, "--train-iters", "10", "--load", str(saved))
-    assert len(_losses(first)) == 6
-    assert len(_losses(second)) == 4
-    assert all(math.isfinite(loss) for loss in _losses(first + second))
+    assert len(losses(first)) == 6
+    assert len(losses(second)) == 4
+    assert all(math.isfinite(loss) for loss in losses(first + second))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seen = {key for row in rows for key in row["metrics"]}
     assert {row["step"] for row in rows} >= set(range(1, 11))
@@ -115,6 +103,5 @@ def test_dense_upcycle_train_resume_report(trainings: Trainings, tmp_path: Path)
     assert all(sum(layer) == 8 * 256 * 2 for frame in counts for layer in frame)
     command = [sys.executable, "-m", "megatron_ext.cli", "report", str(dense / "run"), str(run)]
     page = tmp_path / "report.html"
-    done = subprocess.run([*command, "-o", str(page)], capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_command([*command, "-o", str(page)])
     assert page.stat().st_size > 10_000

@@ -3,13 +3,12 @@
 # ruff: noqa: SIM905  (flags read better as a command line)
 from __future__ import annotations
 
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gpu_starts import DEVICE, FAST, LENIENT, run_command, train, weights_left_out
+from gpu_starts import DEVICE, FAST, LENIENT, losses, run_command, train, weights_left_out
 
 pytestmark = pytest.mark.gpu
 
@@ -28,14 +27,10 @@ ROUTING = (
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512".split()
 
 
-def _losses(log: str) -> list[float]:
-    return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", log)]
-
-
 def test_the_gpu_goes_on_from_a_dense_model_of_the_cpu_upcycled_offline(tmp_path: Path) -> None:
     dense, moe = tmp_path / "dense", tmp_path / "moe"
-    losses = _losses(train("cpu", *DENSE, "--save", str(dense), "--save-interval", str(SAVED_AT)))
-    assert len(losses) == STEPS
+    of_dense = losses(train("cpu", *DENSE, "--save", str(dense), "--save-interval", str(SAVED_AT)))
+    assert len(of_dense) == STEPS
     # The two steps after it are what the MoE is compared with.
     (dense / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
     impl = "transformer_engine" if DEVICE == "cuda" else "local"
@@ -46,9 +41,9 @@ def test_the_gpu_goes_on_from_a_dense_model_of_the_cpu_upcycled_offline(tmp_path
         here = pool.submit(train, "cpu", *DENSE, *also)
         log = train(DEVICE, *DENSE, *also, *LENIENT, *FAST)
     assert not weights_left_out(log)
-    found, of_cpu = _losses(log), _losses(here.result())
-    print(f"the dense model's loss {losses[SAVED_AT]:.5f}; upcycled, on the CPU {of_cpu[0]:.5f}, here {found[0]:.5f}")
+    found, of_cpu = losses(log), losses(here.result())
+    print(f"the dense model's loss {of_dense[SAVED_AT]:.5f}; upcycled, on the CPU {of_cpu[0]:.5f}, here {found[0]:.5f}")
     # The same function on the same batch as the dense model's next step, and the same weights for all that follow.
-    assert found[0] == pytest.approx(losses[SAVED_AT], rel=2e-3)
+    assert found[0] == pytest.approx(of_dense[SAVED_AT], rel=2e-3)
     assert len(found) == len(of_cpu) == STEPS
     assert found == pytest.approx(of_cpu, rel=2e-3)
