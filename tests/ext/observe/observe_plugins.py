@@ -111,15 +111,24 @@ class Sources(Dump):
         hooks.batch_read = read
 
 
-class Broken(Plugin):
-    """From step 10 on, one failure a layer: collapse, dead expert, rogue expert, flat gate; layer 4 stays well."""
+class Late(Plugin):
+    """Spoils the model after every step from START on."""
 
     START = 10
 
     def step_end(self, iteration: int) -> None:
         super().step_end(iteration)
-        if iteration < self.START:
-            return
+        if iteration >= self.START:
+            self.spoil(iteration)
+
+    def spoil(self, iteration: int) -> None:
+        raise NotImplementedError
+
+
+class Broken(Late):
+    """From step 10 on, one failure a layer: collapse, dead expert, rogue expert, flat gate; layer 4 stays well."""
+
+    def spoil(self, iteration: int) -> None:
         if iteration == self.START:
             router_bias(self.layers[0].router)[[3, 5]] = torch.tensor([0.9, 0.8])
         self.layers[1].experts.local_experts[5].linear_fc2.weight.data.zero_()
@@ -127,15 +136,10 @@ class Broken(Plugin):
         self.layers[3].router.weight.data.mul_(0.5)
 
 
-class Skewed(Plugin):
+class Skewed(Late):
     """Two ranks, bf16: layer 0's logits grow by 15 % a step from step 10, layer 1's rank 1 gets most tokens."""
 
-    START = 10
-
-    def step_end(self, iteration: int) -> None:
-        super().step_end(iteration)
-        if iteration < self.START:
-            return
+    def spoil(self, iteration: int) -> None:
         if iteration == self.START:
             router_bias(self.layers[1].router)[4:] = 0.3
         # The optimizer writes the model's copy anew each step: set it from a copy of our own.
@@ -145,15 +149,10 @@ class Skewed(Plugin):
         weight.data.copy_(self.first * 1.15 ** (iteration - self.START))
 
 
-class Extreme(Plugin):
+class Extreme(Late):
     """From step 10 on: a saturated gate at layer 0, an expert without tokens at layer 1, a blind loss at layer 2."""
 
-    START = 10
-
-    def step_end(self, iteration: int) -> None:
-        super().step_end(iteration)
-        if iteration < self.START:
-            return
+    def spoil(self, iteration: int) -> None:
         if iteration == self.START:
             router_bias(self.layers[1].router)[5] = -1e9
             router_bias(self.layers[2].router)[[3, 5]] = 1e-3
